@@ -1,0 +1,296 @@
+"""``apply(model, config) -> Applied``: the only door through which anything is changed."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from unsloth_plugins.core.config import UnslothConfig
+from unsloth_plugins.core.errors import ModelError, UnsupportedError
+from unsloth_plugins.core.experts.op import resolve_implementation
+from unsloth_plugins.core.models import recognise
+from unsloth_plugins.core.models.attention import ConfigSwap, patch_attention, why_not
+from unsloth_plugins.core.models.binding import ModelParts
+from unsloth_plugins.core.models.causal_lm import patch_experts, patch_loss, unpatch_loss
+from unsloth_plugins.core.offload.checkpoint import offload_checkpoint
+from unsloth_plugins.core.offload.host import HostStore
+from unsloth_plugins.core.patches import PatchSet
+
+logger = logging.getLogger("unsloth_plugins")
+
+_APPLIED = "_unsloth_applied"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the report: a feature, whether it is on, and what was done or why not."""
+
+    feature: str
+    state: Literal["on", "left alone"]
+    detail: str
+
+
+class OffloadedCheckpoint:
+    """What stands in for a layer's ``_gradient_checkpointing_func``; keeps the user's checkpointing keywords."""
+
+    def __init__(self, store: HostStore, keywords: dict[str, Any]) -> None:
+        self.store, self.keywords = store, keywords
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return offload_checkpoint(function, *args, store=self.store, **self.keywords, **kwargs)
+
+
+class Applied:
+    """What ``apply`` did to one model, and the way back.
+
+    Attributes:
+        model: the model as it was given.
+        config: the options in force.
+        parts: what was recognised.
+        rows: the report as data.
+        store: where checkpointed activations wait; has the host byte counts.
+        tokens_seen: tokens (padding included) that went through the decoder in training mode.
+    """
+
+    def __init__(self, model: nn.Module, config: UnslothConfig, parts: ModelParts) -> None:
+        self.model, self.config, self.parts = model, config, parts
+        self.rows: list[Row] = []
+        self.store = HostStore(config.offload, config.offload_min_bytes)
+        self.tokens_seen = 0
+        self._patches = PatchSet()
+        self._checkpoint_patches = PatchSet()
+        self._configs: ConfigSwap | None = None
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+
+    def report(self) -> str:
+        """A table of what was changed, what was left alone, and why."""
+        self.sync_checkpointing()
+        name = type(self.parts.causal_lm).__name__
+        width = max(len(row.feature) for row in self.rows)
+        lines = [f"unsloth-plugins on {name} (binding: {self.parts.binding})"]
+        lines += [f"  {row.feature:<{width}}  {row.state:<10}  {row.detail}" for row in self.rows]
+        return "\n".join(lines)
+
+    def undo(self) -> None:
+        """Restore the model: logits and gradients are bit-equal to those before ``apply``. May be called twice."""
+        if vars(self.parts.causal_lm).get(_APPLIED) is not self:
+            return
+        if self._configs is not None:
+            self._configs.carry_back()
+        unpatch_loss(self.parts.causal_lm)
+        self._checkpoint_patches.undo()
+        self._patches.undo()
+        if self._hook is not None:
+            self._hook.remove()
+        del vars(self.parts.causal_lm)[_APPLIED]
+
+    def sync_checkpointing(self) -> None:
+        """Take over gradient checkpointing wherever the trainer has switched it on since.
+
+        Trainers switch it on at the start of each run, after ``apply``; the decoder calls this before every forward in
+        training mode. Layers whose checkpoint function is not torch's own (a trainer's selective checkpointing, say)
+        are left to it.
+        """
+        if self.config.gradient_checkpointing is False:
+            self._note("gradient checkpointing", "left alone", "switched off in the config")
+            return
+        ours = foreign = 0
+        for module in _checkpointed_modules(self.parts.causal_lm):
+            current = getattr(module, "_gradient_checkpointing_func", None)
+            if isinstance(current, OffloadedCheckpoint):
+                ours += 1
+                continue
+            keywords = _torch_checkpoint_keywords(current)
+            if keywords is None:
+                foreign += 1
+                continue
+            self._checkpoint_patches.set(
+                module, "_gradient_checkpointing_func", OffloadedCheckpoint(self.store, keywords)
+            )
+            ours += 1
+        where = "stay on the device" if self.config.offload is False else "wait in host memory"
+        if foreign:
+            self._note("gradient checkpointing", "left alone", "the trainer brought a checkpoint function of its own")
+        elif ours:
+            self._note("gradient checkpointing", "on", f"non-reentrant; inputs of the layers {where}")
+        else:
+            self._note(
+                "gradient checkpointing",
+                "left alone",
+                "off in the model and trainer; gradient_checkpointing=True is what buys long context",
+            )
+
+    def _note(self, feature: str, state: Literal["on", "left alone"], detail: str) -> None:
+        row = Row(feature, state, detail)
+        for index, old in enumerate(self.rows):
+            if old.feature == feature:
+                self.rows[index] = row
+                return
+        self.rows.append(row)
+
+    def _before_decoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not module.training:
+            return
+        if torch.is_grad_enabled():
+            self.sync_checkpointing()
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is not None:
+            self.tokens_seen += ids.numel()
+        elif (embeds := kwargs.get("inputs_embeds")) is not None:
+            self.tokens_seen += embeds.shape[:-1].numel()
+
+    def _apply_attention(self) -> None:
+        if self.config.attention is None:
+            self._note("attention", "left alone", "switched off in the config")
+            return
+        asked = self.config.attention == "reference"
+        reason = why_not(self.parts, asked=asked)
+        if reason is not None:
+            if asked:
+                raise UnsupportedError(
+                    expected="a model whose attention can be taken over, for attention='reference'",
+                    got=f"{type(self.parts.causal_lm).__name__}: {reason}",
+                    remedy="Use attention='auto' or None.",
+                )
+            self._note("attention", "left alone", reason)
+            return
+        self._configs = patch_attention(self.parts, self._patches)
+        self._note("attention", "on", "reference sink attention, linear memory, packed documents kept apart")
+
+    def _apply_experts(self) -> None:
+        choice = self.config.experts
+        layers = [layer for layer in self.parts.layers if layer.experts is not None]
+        if choice is None or not layers:
+            if choice in ("reference", "grouped_mm"):
+                raise UnsupportedError(
+                    expected=f"a model with recognised experts, for experts={choice!r}",
+                    got=type(self.parts.causal_lm).__name__,
+                    remedy="Use experts='auto' or None.",
+                )
+            self._note("experts", "left alone", "switched off in the config" if choice is None else "none recognised")
+            return
+        weight: torch.Tensor = layers[0].experts.gate_up_proj  # type: ignore[union-attr,assignment]
+        resolved, why = resolve_implementation(choice, weight.device, weight.dtype)
+        for layer in layers:
+            assert layer.router is not None and layer.experts is not None
+            patch_experts(layer.router, layer.experts, self._patches, choice)
+        self._note("experts", "on", f"{resolved} ({why}), routing in float32, {len(layers)} layers")
+
+    def _apply_loss(self) -> None:
+        if self.config.loss is None:
+            self._note("loss", "left alone", "switched off in the config")
+            return
+        reason = patch_loss(self.parts.causal_lm, self._patches, self.config.loss_chunk_mib)
+        if reason is None:
+            self._note("loss", "on", f"chunked cross entropy, {self.config.loss_chunk_mib} MiB of logits at a time")
+        elif self.config.loss == "chunked":
+            raise UnsupportedError(
+                expected="a causal LM with transformers' loss, for loss='chunked'",
+                got=f"{type(self.parts.causal_lm).__name__}: {reason}",
+                remedy="Use loss='auto' or None.",
+            )
+        else:
+            self._note("loss", "left alone", reason)
+
+    def _apply_checkpointing(self) -> None:
+        if self.config.gradient_checkpointing is True:
+            modules = [m for m in self.parts.causal_lm.modules() if hasattr(m, "gradient_checkpointing")]
+            if not modules:
+                raise UnsupportedError(
+                    expected="a model that supports gradient checkpointing, for gradient_checkpointing=True",
+                    got=type(self.parts.causal_lm).__name__,
+                    remedy="Use gradient_checkpointing='auto', or wrap its blocks with offload_checkpoint yourself.",
+                )
+            for module in modules:
+                self._patches.set(module, "gradient_checkpointing", True)
+                if not hasattr(module, "_gradient_checkpointing_func"):
+                    self._patches.set(
+                        module, "_gradient_checkpointing_func", functools.partial(checkpoint, use_reentrant=False)
+                    )
+        self.sync_checkpointing()
+
+    def _run(self) -> None:
+        vars(self.parts.causal_lm)[_APPLIED] = self
+        try:
+            self._apply_attention()
+            self._apply_experts()
+            self._apply_loss()
+            self._apply_checkpointing()
+        except BaseException:
+            self.undo()
+            raise
+        self._hook = self.parts.decoder.register_forward_pre_hook(
+            MethodType(Applied._before_decoder, self), with_kwargs=True
+        )
+
+
+def _checkpointed_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+
+
+def _torch_checkpoint_keywords(function: Any) -> dict[str, Any] | None:
+    """Keywords of a ``partial(torch.utils.checkpoint.checkpoint, ...)``; ``None`` when it is something else."""
+    keywords: dict[str, Any] = {}
+    while isinstance(function, functools.partial) and not function.args:
+        keywords = {**function.keywords, **keywords}
+        function = function.func
+    return keywords if function is checkpoint else None
+
+
+def applied_to(model: nn.Module) -> Applied | None:
+    """What ``apply`` did to ``model`` (or the causal LM inside it), if it did."""
+    return vars(recognise(model).causal_lm).get(_APPLIED)
+
+
+def apply(model: nn.Module, config: UnslothConfig | None = None, **options: Any) -> Applied:
+    """Recognise the parts of ``model``, and replace those that ``config`` asks for on this instance.
+
+    Works before or after PEFT wraps the model. Applying twice with the same options changes nothing; with other
+    options, the first is undone.
+
+    Args:
+        model: a transformers causal LM, or PEFT's or DDP's wrapper of one. Other modules get what can be recognised.
+        config: options; ``None`` for the defaults.
+        options: single options, on top of ``config``.
+
+    Returns:
+        ``Applied``, with ``report()`` and ``undo()``.
+
+    Raises:
+        ConfigError: an option does not exist or has a wrong value.
+        ModelError: ``model`` is not a module, or was compiled or given Hub kernels.
+        UnsupportedError: something was asked for explicitly that this model or device can't do.
+    """
+    config = UnslothConfig.from_options(config, **options)
+    parts = recognise(model)
+    if hasattr(model, "_orig_mod") or hasattr(parts.causal_lm, "_orig_mod"):
+        raise ModelError(
+            expected="a model that is not compiled yet",
+            got="the result of torch.compile",
+            remedy="Apply first; torch.compile of a patched model is not supported, so leave torch_compile off.",
+        )
+    if getattr(parts.causal_lm, "use_kernels", False) is True:
+        raise ModelError(
+            expected="a model with transformers' own forwards",
+            got="use_kernels=True, which replaces them on every train() and eval()",
+            remedy="Load the model without use_kernels.",
+        )
+    before: Applied | None = vars(parts.causal_lm).get(_APPLIED)
+    if before is not None:
+        if before.config == config:
+            before.sync_checkpointing()
+            return before
+        before.undo()
+        parts = recognise(model)
+    applied = Applied(model, config, parts)
+    applied._run()
+    logger.info("%s", applied.report())
+    return applied

@@ -1,0 +1,91 @@
+"""The options of ``apply``, the same names in Python, Lightning, the Hugging Face Trainer and Axolotl."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from unsloth_plugins.core.errors import ConfigError
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "attention": ("auto", "reference", None),
+    "experts": ("auto", "reference", "grouped_mm", None),
+    "loss": ("auto", "chunked", None),
+    "gradient_checkpointing": ("auto", True, False),
+    "offload": ("auto", True, False),
+}
+
+
+@dataclass(frozen=True)
+class UnslothConfig:
+    """What ``apply`` does to a model. ``None`` means off; the defaults are right for someone who sets nothing."""
+
+    attention: Literal["auto", "reference"] | None = "auto"
+    """``auto`` takes over attention with sinks (gpt-oss), and leaves other models on their own implementation;
+    ``reference`` takes over every recognised attention and raises where it can't; ``None`` leaves all alone."""
+
+    experts: Literal["auto", "reference", "grouped_mm"] | None = "auto"
+    """Mixture-of-experts layers: ``grouped_mm`` is one grouped GEMM for all experts, ``reference`` a loop over them;
+    ``auto`` takes ``grouped_mm`` for bf16 experts on CUDA and ``reference`` elsewhere."""
+
+    loss: Literal["auto", "chunked"] | None = "auto"
+    """Cross entropy that never holds the logits of all tokens. ``auto`` uses it wherever the head is recognised,
+    ``chunked`` raises where it is not, ``None`` leaves the model's own loss."""
+
+    loss_chunk_mib: int = 512
+    """MiB of logits, their float32 copy and their gradient alive at once in the loss."""
+
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
+    """``auto`` follows the model or the trainer (``gradient_checkpointing=True`` there); ``True`` switches it on,
+    ``False`` leaves layers to whatever the trainer set up."""
+
+    offload: Literal["auto"] | bool = "auto"
+    """Keep checkpointed activations in host memory. ``auto`` does so on accelerators; on the CPU they are there
+    already."""
+
+    offload_min_bytes: int = 1 << 20
+    """Activations smaller than this many bytes stay on the device."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
+                raise ConfigError(
+                    expected=f"`{name}` to be one of {', '.join(map(repr, allowed))}",
+                    got=repr(value),
+                    remedy="Leave it out for the default.",
+                )
+        for name, least in (("loss_chunk_mib", 1), ("offload_min_bytes", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    expected=f"`{name}` to be an integer >= {least}",
+                    got=repr(value),
+                    remedy="Leave it out for the default.",
+                )
+
+    @classmethod
+    def from_options(cls, config: UnslothConfig | None = None, **options: Any) -> UnslothConfig:
+        """A config from keyword options, on top of ``config`` where one is given.
+
+        Raises:
+            ConfigError: an option does not exist; the message names the nearest one that does.
+        """
+        if config is not None and not isinstance(config, UnslothConfig):
+            raise ConfigError(
+                expected="config to be an UnslothConfig or None",
+                got=type(config).__name__,
+                remedy="Pass UnslothConfig(...), or the options as keyword arguments.",
+            )
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                raise ConfigError(
+                    expected=f"one of the options {', '.join(known)}",
+                    got=repr(name),
+                    remedy=f"Did you mean `{near[0]}`?" if near else "Remove it.",
+                )
+        return dataclasses.replace(config or cls(), **options)

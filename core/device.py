@@ -1,0 +1,33 @@
+"""What the device can do. Nothing is read at import; every function takes the device it is asked about."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether ``device`` has memory of its own, so that moving a tensor to the host frees something."""
+    return device.type not in ("cpu", "meta")
+
+
+def supports_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ``torch._grouped_mm`` runs natively: CUDA of compute capability 8.0 or newer, bf16."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 8
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """High-water mark in GiB: the caching allocator's on CUDA, the process's resident set elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    if sys.platform == "win32":
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset / 2**30
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,0 +1,102 @@
+"""Front door of the experts: routing, validation, choice of implementation.
+
+Shape suffixes: N tokens, H hidden size, E experts, K choices per token, I expert size, J = 2 I.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from unsloth_plugins.core.device import supports_grouped_mm
+from unsloth_plugins.core.errors import ShapeError, UnsupportedError
+from unsloth_plugins.core.experts.grouped import experts_grouped
+from unsloth_plugins.core.experts.reference import experts_loop
+
+
+def top_k_routing(
+    x_NH: torch.Tensor, weight_EH: torch.Tensor, bias_E: torch.Tensor | None, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Router logits, softmax over the chosen, and their indices, in float32 (float64 for float64).
+
+    transformers routes in the model's dtype; float32 keeps near-ties the same in recompute and across devices.
+
+    Returns:
+        logits [N, E], weights [N, K] summing to one, indices int64 [N, K].
+    """
+    wide = torch.promote_types(x_NH.dtype, torch.float32)
+    with torch.autocast(x_NH.device.type, enabled=False):
+        logits_NE = F.linear(x_NH.to(wide), weight_EH.to(wide), None if bias_E is None else bias_E.to(wide))
+        top_NK, index_NK = logits_NE.topk(top_k, dim=-1)
+        return logits_NE, top_NK.softmax(-1), index_NK
+
+
+def resolve_implementation(
+    choice: Literal["auto", "reference", "grouped_mm"], device: torch.device, dtype: torch.dtype
+) -> tuple[Literal["reference", "grouped_mm"], str]:
+    """What ``choice`` means on this device, and why.
+
+    Raises:
+        UnsupportedError: ``grouped_mm`` was asked for and does not run here.
+    """
+    able = supports_grouped_mm(device, dtype)
+    if choice == "grouped_mm" and not able:
+        raise UnsupportedError(
+            expected="bf16 experts on a CUDA device of compute capability >= 8.0 for experts='grouped_mm'",
+            got=f"{dtype} on {device}",
+            remedy="Use experts='auto'.",
+        )
+    if choice == "reference" or not able:
+        return "reference", "asked for" if choice == "reference" else f"no grouped GEMM for {dtype} on {device.type}"
+    return "grouped_mm", "bf16 on CUDA"
+
+
+def experts(
+    x_NH: torch.Tensor,
+    gate_up_EHJ: torch.Tensor,
+    gate_up_bias_EJ: torch.Tensor,
+    down_EIH: torch.Tensor,
+    down_bias_EH: torch.Tensor,
+    index_NK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    *,
+    alpha: float = 1.702,
+    limit: float | None = 7.0,
+    implementation: Literal["reference", "grouped_mm"] = "reference",
+) -> torch.Tensor:
+    """``sum_k weight_nk * (swiglu(x_n W_gate_up[e] + b) W_down[e] + b')`` with e = index_nk, differentiable in all.
+
+    Args:
+        x_NH: float [N, H].
+        gate_up_EHJ, gate_up_bias_EJ: [E, H, 2 I] and [E, 2 I], gate and up interleaved.
+        down_EIH, down_bias_EH: [E, I, H] and [E, H].
+        index_NK, weight_NK: from ``top_k_routing``.
+        alpha, limit: of ``clamped_swiglu``.
+
+    Returns:
+        [N, H] in the dtype of ``x_NH``. The weighted sum is float32 or wider.
+
+    Raises:
+        ShapeError: shapes do not fit together.
+    """
+    n_experts, hidden, twice = gate_up_EHJ.shape
+    if x_NH.ndim != 2 or x_NH.shape[1] != hidden or down_EIH.shape != (n_experts, twice // 2, hidden):
+        raise ShapeError(
+            expected=f"x [N, {hidden}] and down_proj [{n_experts}, {twice // 2}, {hidden}]",
+            got=f"{list(x_NH.shape)} and {list(down_EIH.shape)}",
+            remedy="Flatten batch and time; weights are stored [expert, in, out].",
+        )
+    run = experts_grouped if implementation == "grouped_mm" else experts_loop
+    return run(
+        x_NH,
+        gate_up_EHJ,
+        gate_up_bias_EJ,
+        down_EIH,
+        down_bias_EH,
+        index_NK,
+        weight_NK,
+        alpha=alpha,
+        limit=limit,
+    )

@@ -1,0 +1,30 @@
+"""A loop over the experts that were chosen: the definition that faster paths are tested against."""
+
+from __future__ import annotations
+
+import torch
+
+from unsloth_plugins.core.layers.swiglu import clamped_swiglu
+
+
+def experts_loop(
+    x_NH: torch.Tensor,
+    gate_up_EHJ: torch.Tensor,
+    gate_up_bias_EJ: torch.Tensor,
+    down_EIH: torch.Tensor,
+    down_bias_EH: torch.Tensor,
+    index_NK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    *,
+    alpha: float,
+    limit: float | None,
+) -> torch.Tensor:
+    """See ``op.experts``; J = 2 I. Products in the dtype of x, the weighted sum in float32 or wider."""
+    wide = torch.promote_types(x_NH.dtype, torch.float32)
+    out_NH = torch.zeros_like(x_NH, dtype=wide)
+    for expert in index_NK.unique().tolist():
+        token, slot = torch.where(index_NK == expert)
+        gate_up = x_NH[token] @ gate_up_EHJ[expert] + gate_up_bias_EJ[expert]
+        y = clamped_swiglu(gate_up, alpha=alpha, limit=limit) @ down_EIH[expert] + down_bias_EH[expert]
+        out_NH = out_NH.index_add(0, token, y.to(wide) * weight_NK[token, slot, None].to(wide))
+    return out_NH.to(x_NH.dtype)

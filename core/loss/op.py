@@ -1,0 +1,142 @@
+"""Front door of the loss: validation, normalisation, and the choice of how the head is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from unsloth_plugins.core.errors import ShapeError
+from unsloth_plugins.core.loss.reference import ChunkedLinearCrossEntropy, Transform, _chunk_loss, chunk_tokens
+
+
+def _check_labels(labels_N: torch.Tensor, n_vocab: int, ignore_index: int) -> None:
+    wrong_N = (labels_N != ignore_index) & ((labels_N < 0) | (labels_N >= n_vocab))
+    if bool(wrong_N.any()):
+        raise ShapeError(
+            expected=f"labels in [0, {n_vocab}) or ignore_index={ignore_index}",
+            got=f"{labels_N[wrong_N][0].item()}",
+            remedy="The tokenizer and the model's vocabulary do not match, or padding was not set to ignore_index.",
+        )
+
+
+def _scale(labels_N: torch.Tensor, num_items: torch.Tensor | int | None, ignore_index: int, dtype: torch.dtype):
+    """1 / number of tokens that the loss is averaged over; 1 / max(count, 1), so no valid label gives zero, not NaN."""
+    if num_items is None:
+        num_items = (labels_N != ignore_index).sum()
+    count = torch.as_tensor(num_items, device=labels_N.device).to(dtype)
+    return 1 / count.clamp(min=1)
+
+
+def linear_cross_entropy(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    labels_N: torch.Tensor,
+    *,
+    bias_V: torch.Tensor | None = None,
+    num_items: torch.Tensor | int | None = None,
+    transform: Transform | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    chunk_mib: int = 512,
+) -> torch.Tensor:
+    """Mean cross entropy of ``hidden @ weight.T + bias`` against labels that are already shifted.
+
+    Args:
+        hidden_NH: float [N, H].
+        weight_VH: float [V, H], same dtype. Frozen weights cost no gradient.
+        labels_N: integer [N] in [0, V) or ``ignore_index``.
+        bias_V: float [V] or ``None``.
+        num_items: tokens to divide by; ``None`` divides by the number of labels that count.
+        transform: elementwise function of the logits (softcap, scale), differentiated by torch chunk by chunk.
+        label_smoothing: weight of the uniform distribution, in [0, 1).
+        chunk_mib: MiB of logits alive at once.
+
+    Returns:
+        float32 scalar (float64 for float64). No label that counts gives 0 with zero gradients.
+
+    Raises:
+        ShapeError: shapes do not match, or a label is out of range.
+    """
+    n_vocab = weight_VH.shape[0]
+    if hidden_NH.ndim != 2 or weight_VH.ndim != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
+        raise ShapeError(
+            expected="hidden_NH [N, H] and weight_VH [V, H] of one H",
+            got=f"{list(hidden_NH.shape)} and {list(weight_VH.shape)}",
+            remedy="Flatten batch and time, and pass the head's weight as nn.Linear stores it.",
+        )
+    if labels_N.shape != hidden_NH.shape[:1]:
+        raise ShapeError(
+            expected=f"labels_N [{hidden_NH.shape[0]}]",
+            got=f"{list(labels_N.shape)}",
+            remedy="Pass one label, already shifted, per row of hidden_NH.",
+        )
+    _check_labels(labels_N, n_vocab, ignore_index)
+    device = hidden_NH.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
+        bias_V = None if bias_V is None else bias_V.to(dtype)
+    accumulate = torch.promote_types(hidden_NH.dtype, torch.float32)
+    with torch.autocast(device, enabled=False):
+        return ChunkedLinearCrossEntropy.apply(
+            hidden_NH,
+            weight_VH,
+            bias_V,
+            labels_N,
+            _scale(labels_N, num_items, ignore_index, accumulate),
+            transform,
+            ignore_index,
+            label_smoothing,
+            chunk_tokens(n_vocab, chunk_mib),
+            accumulate,
+        )
+
+
+class _SummedChunk(torch.autograd.Function):
+    """The summed cross entropy of one chunk of logits, its gradient formed in forward."""
+
+    @staticmethod
+    def forward(ctx, logits_CV, labels_C, ignore_index):  # type: ignore[no-untyped-def]
+        loss, grad_CV = _chunk_loss(logits_CV, labels_C, ignore_index, 0.0, ctx.needs_input_grad[0])
+        ctx.save_for_backward(grad_CV)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (grad_CV,) = ctx.saved_tensors
+        return grad_CV * grad, None, None
+
+
+def head_cross_entropy(
+    hidden_NH: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    n_vocab: int,
+    labels_N: torch.Tensor,
+    *,
+    num_items: torch.Tensor | int | None = None,
+    transform: Transform | None = None,
+    ignore_index: int = -100,
+    chunk_mib: int = 512,
+) -> torch.Tensor:
+    """``linear_cross_entropy`` for any head (LoRA, quantised): each chunk is checkpointed and the head called on it.
+
+    Args and returns as ``linear_cross_entropy``; ``head`` maps [C, H] to [C, V] and is differentiated by torch.
+    """
+    _check_labels(labels_N, n_vocab, ignore_index)
+
+    def part(hidden_CH: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+        logits_CV = head(hidden_CH)
+        if transform is not None:
+            logits_CV = transform(logits_CV)
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        return _SummedChunk.apply(logits_CV, labels_C, ignore_index)
+
+    tokens = chunk_tokens(n_vocab, chunk_mib)
+    parts = [
+        checkpoint(part, hidden_CH, labels_C, use_reentrant=False)
+        for hidden_CH, labels_C in zip(hidden_NH.split(tokens), labels_N.split(tokens), strict=True)
+    ]
+    loss = torch.stack(parts).sum()
+    return loss * _scale(labels_N, num_items, ignore_index, loss.dtype)

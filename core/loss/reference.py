@@ -1,0 +1,107 @@
+"""Chunked linear cross entropy in plain torch.
+
+Shape suffixes: N tokens, C tokens of one chunk, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+Transform = Callable[[torch.Tensor], torch.Tensor]
+
+
+def chunk_tokens(n_vocab: int, chunk_mib: int) -> int:
+    """Tokens per chunk so that logits, their float32 copy and their gradient (12 bytes each) fit in ``chunk_mib``."""
+    return max(1, chunk_mib * 2**20 // (12 * n_vocab))
+
+
+def _chunk_loss(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, ignore_index: int, label_smoothing: float, want_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Sum over the chunk of (1 - e) * nll + e * mean(-log p), and its gradient with respect to the float32 logits.
+
+    d/dz = p - (1 - e) * onehot - e / V, zero in rows that are ignored.
+    """
+    kept_C = labels_C != ignore_index
+    safe_C = labels_C.masked_fill(~kept_C, 0)[:, None]
+    lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
+    nll_C = (lse_C1 - logits_CV.gather(1, safe_C))[:, 0]
+    if label_smoothing:
+        nll_C = (1 - label_smoothing) * nll_C + label_smoothing * (lse_C1[:, 0] - logits_CV.mean(-1))
+    loss = torch.where(kept_C, nll_C, 0.0).sum()
+    if not want_grad:
+        return loss, None
+    grad_CV = (logits_CV - lse_C1).exp_()
+    if label_smoothing:
+        grad_CV -= label_smoothing / logits_CV.shape[1]
+    grad_CV.scatter_add_(1, safe_C, torch.full_like(safe_C, -(1 - label_smoothing), dtype=grad_CV.dtype))
+    return loss, grad_CV.masked_fill_(~kept_C[:, None], 0.0)
+
+
+class ChunkedLinearCrossEntropy(torch.autograd.Function):
+    """``sum_n CE(transform(x W^T + b), label) * scale`` with one chunk of logits alive at a time.
+
+    Gradients are formed in forward, chunk by chunk, so backward only multiplies them by the incoming scalar: the head
+    runs once. The logits and their gradient have the dtype of hidden and weight as in the unchunked computation, the
+    softmax and the sum over tokens are float32 (float64 for float64), and a trainable head's dW is accumulated in it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_N: torch.Tensor,
+        scale: torch.Tensor,
+        transform: Transform | None,
+        ignore_index: int,
+        label_smoothing: float,
+        tokens: int,
+        accumulate: torch.dtype,
+    ) -> torch.Tensor:
+        wants = ctx.needs_input_grad[:3]
+        loss = hidden_NH.new_zeros((), dtype=accumulate)
+        d_hidden_NH = torch.empty_like(hidden_NH) if wants[0] else None
+        d_weight_VH = torch.zeros_like(weight_VH, dtype=accumulate) if wants[1] else None
+        d_bias_V = torch.zeros_like(bias_V, dtype=accumulate) if bias_V is not None and wants[2] else None
+        for start in range(0, hidden_NH.shape[0], tokens):
+            rows = slice(start, start + tokens)
+            raw_CV = F.linear(hidden_NH[rows], weight_VH, bias_V)
+            if transform is None:
+                part, grad_CV = _chunk_loss(raw_CV.to(accumulate), labels_N[rows], ignore_index, label_smoothing, any(wants))
+            else:
+                with torch.set_grad_enabled(any(wants)):
+                    leaf_CV = raw_CV.detach().requires_grad_(any(wants))
+                    logits_CV = transform(leaf_CV).to(accumulate)
+                part, grad_CV = _chunk_loss(
+                    logits_CV.detach(), labels_N[rows], ignore_index, label_smoothing, any(wants)
+                )
+                if grad_CV is not None:
+                    (grad_CV,) = torch.autograd.grad(logits_CV, leaf_CV, grad_CV)
+            loss += part
+            if grad_CV is None:
+                continue
+            grad_CV = (grad_CV * scale).to(raw_CV.dtype)
+            if d_hidden_NH is not None:
+                d_hidden_NH[rows] = grad_CV @ weight_VH
+            if d_weight_VH is not None:
+                d_weight_VH += grad_CV.T @ hidden_NH[rows]
+            if d_bias_V is not None:
+                d_bias_V += grad_CV.sum(0, dtype=accumulate)
+        ctx.save_for_backward(
+            d_hidden_NH,
+            None if d_weight_VH is None else d_weight_VH.to(weight_VH.dtype),
+            None if d_bias_V is None or bias_V is None else d_bias_V.to(bias_V.dtype),
+        )
+        return loss * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return *(None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors), *[None] * 7

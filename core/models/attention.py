@@ -1,0 +1,79 @@
+"""Sends the attention of one model instance through ``core.sink_attention``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from unsloth_plugins.core.models.binding import ModelParts
+from unsloth_plugins.core.patches import PatchSet
+
+NAME = "unsloth_sinks"
+_KEYS = ("_attn_implementation_internal", "_attn_implementation")
+
+
+def why_not(parts: ModelParts, *, asked: bool) -> str | None:
+    """The reason why this model's attention stays as it is, or ``None``."""
+    if not parts.layers:
+        return "its layers were not recognised"
+    attention = parts.layers[0].attention
+    config = getattr(attention, "config", None)
+    if config is None or not getattr(parts.causal_lm, "_supports_attention_backend", False):
+        return "it does not use transformers' attention interface"
+    if getattr(attention, "attention_dropout", 0.0):
+        return f"attention_dropout={attention.attention_dropout} and the op has no dropout"  # type: ignore[union-attr]
+    if asked:
+        return None
+    current = config._attn_implementation
+    if not parts.has_sinks:
+        return f"no sinks; {current} stays"
+    if current not in ("eager", NAME):
+        return f"{current} was chosen for this model"
+    return None
+
+
+class ConfigSwap:
+    """Copies of the configs of one model, so that another model built from the same object is not touched.
+
+    Changes that are made to the copies later (``use_cache``, token ids) are carried back by ``undo``.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Any, Any, dict[str, Any]]] = []
+
+    def swap(self, parts: ModelParts, patches: PatchSet) -> None:
+        """Give every module of the model the copy in place of the original, and name our attention in it."""
+        memo: dict[int, Any] = {}
+        own = {id(layer.attention.config): layer.attention.config for layer in parts.layers if layer.attention}
+        seen: set[int] = set()
+        for module in parts.causal_lm.modules():
+            config = vars(module).get("config")
+            if config is None or not hasattr(config, "_attn_implementation"):
+                continue
+            twin = copy.deepcopy(config, memo)
+            patches.set(module, "config", twin)
+            if id(config) in seen:
+                continue
+            seen.add(id(config))
+            if id(config) in own:
+                twin._attn_implementation = NAME
+            self._pairs.append((config, twin, dict(vars(twin))))
+
+    def carry_back(self) -> None:
+        """Write what changed in the copies since ``swap`` to the originals."""
+        for config, twin, snapshot in self._pairs:
+            for key, value in vars(twin).items():
+                if key in _KEYS or (key in snapshot and snapshot[key] is value) or snapshot.get(key, self) == value:
+                    continue
+                vars(config)[key] = value
+        self._pairs.clear()
+
+
+def patch_attention(parts: ModelParts, patches: PatchSet) -> ConfigSwap:
+    """Register the backend with transformers (once per process) and select it for this instance."""
+    from unsloth_plugins.core.sink_attention import transformers_backend  # pulls in transformers: only when needed
+
+    transformers_backend.register()
+    swap = ConfigSwap()
+    swap.swap(parts, patches)
+    return swap

@@ -1,0 +1,235 @@
+"""How the parts of a transformers causal LM are replaced on one instance.
+
+Replacements are functions of this module bound to the instance (``types.MethodType``) that find their state on the
+instance, so a deep copy of a patched model is a patched model of its own, and a function that outlives ``undo``
+(because a trainer wrapped it) falls through to the class's method.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from unsloth_plugins.core.experts import experts, top_k_routing
+from unsloth_plugins.core.experts.op import resolve_implementation
+from unsloth_plugins.core.loss import LazyLogits, linear_cross_entropy
+from unsloth_plugins.core.loss.op import head_cross_entropy
+from unsloth_plugins.core.patches import PatchSet
+
+_HEAD, _EXPERTS, _LOSS = "_unsloth_head", "_unsloth_experts", "_unsloth_loss"
+
+
+@dataclass(eq=False)
+class HeadState:
+    """On the output embedding. ``active`` while the model runs with labels."""
+
+    active: bool = False
+    previous: Callable[..., Any] | None = None
+
+
+@dataclass(eq=False)
+class LossState:
+    """On the causal LM: the size of the loss's chunks, the head that is patched, and the forward that was there."""
+
+    chunk_mib: int
+    head: nn.Module
+    head_patches: PatchSet
+    previous_loss: Callable[..., torch.Tensor]
+    previous_forward: Callable[..., Any] | None
+
+
+def _plain_head(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """The head's own forward, past our replacement."""
+    state = vars(head).get(_HEAD)
+    if state is not None and state.previous is not None:
+        return state.previous(hidden)
+    return type(head).forward(head, hidden)
+
+
+def _head_forward(self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    state: HeadState | None = vars(self).get(_HEAD)
+    if state is None:
+        return type(self).forward(self, hidden, *args, **kwargs)
+    if not state.active or args or kwargs:
+        return (state.previous or MethodType(type(self).forward, self))(hidden, *args, **kwargs)
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    n_vocab = getattr(self, "out_features", None) or self.weight.shape[0]
+    return LazyLogits(hidden, functools.partial(_plain_head, self), n_vocab, dtype)
+
+
+def _linear_of(head: nn.Module) -> nn.Linear | None:
+    """The plain linear layer that computes the logits, or ``None`` when more than that happens (LoRA, 4-bit)."""
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):
+        names = [name for name in getattr(head, "active_adapters", ()) if name in copies]
+        head = copies[names[0]] if names and not head.disable_adapters else head.original_module
+    plain = type(head).forward is nn.Linear.forward and not head._forward_hooks and not head._forward_pre_hooks
+    state = vars(head).get(_HEAD)
+    own = vars(head).get("forward")
+    if not plain or (own is not None and (state is None or state.previous is not None)):
+        return None
+    return head  # type: ignore[return-value]
+
+
+def _loss(
+    self: nn.Module,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int | None = None,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Same contract as transformers' ``ForCausalLMLoss``; logits that nobody computed yet stay uncomputed."""
+    state: LossState = vars(self)[_LOSS]
+    if not isinstance(logits, LazyLogits):
+        return state.previous_loss(
+            logits=logits,
+            labels=labels,
+            vocab_size=vocab_size,
+            num_items_in_batch=num_items_in_batch,
+            ignore_index=ignore_index,
+            shift_labels=shift_labels,
+            **kwargs,
+        )
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    hidden_NH = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+    labels_N = shift_labels.reshape(-1).to(hidden_NH.device)
+    transform = logits.transform if logits.steps else None
+    linear = _linear_of(state.head)
+    if linear is None:
+        return head_cross_entropy(
+            hidden_NH,
+            logits.head,
+            logits.shape[-1],
+            labels_N,
+            num_items=num_items_in_batch,
+            transform=transform,
+            ignore_index=ignore_index,
+            chunk_mib=state.chunk_mib,
+        )
+    return linear_cross_entropy(
+        hidden_NH,
+        linear.weight,
+        labels_N,
+        bias_V=linear.bias,
+        num_items=num_items_in_batch,
+        transform=transform,
+        ignore_index=ignore_index,
+        chunk_mib=state.chunk_mib,
+    )
+
+
+@functools.cache
+def _forward_with_lazy_head(class_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of the same signature under which the head is lazy whenever labels are given."""
+    signature = inspect.signature(class_forward)
+
+    @functools.wraps(class_forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: LossState | None = vars(self).get(_LOSS)
+        if state is None:
+            return type(self).forward(self, *args, **kwargs)
+        run = state.previous_forward or MethodType(type(self).forward, self)
+        labels = kwargs.get("labels")
+        if labels is None and args:
+            labels = signature.bind_partial(self, *args).arguments.get("labels")
+        if labels is None:
+            return run(*args, **kwargs)
+        _follow_head(self, state)
+        head_state: HeadState = vars(state.head)[_HEAD]
+        head_state.active = True
+        try:
+            return run(*args, **kwargs)
+        finally:
+            head_state.active = False
+
+    return forward
+
+
+def _patch_head(head: nn.Module, patches: PatchSet) -> None:
+    patches.set(head, _HEAD, HeadState(previous=vars(head).get("forward")))
+    patches.set(head, "forward", MethodType(_head_forward, head))
+
+
+def _follow_head(causal_lm: nn.Module, state: LossState) -> None:
+    """PEFT may have wrapped the head since: move our replacement to the module that is the head now."""
+    head = causal_lm.get_output_embeddings()  # type: ignore[operator]
+    if head is not state.head:
+        state.head_patches.undo()
+        state.head = head
+        _patch_head(head, state.head_patches)
+
+
+def patch_loss(causal_lm: nn.Module, patches: PatchSet, chunk_mib: int) -> str | None:
+    """Chunk the loss of a causal LM.
+
+    Returns:
+        ``None`` when done, or the reason why this model's loss can't be taken over.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    head_of = getattr(causal_lm, "get_output_embeddings", None)
+    head = head_of() if callable(head_of) else None
+    if head is None:
+        return "it has no output embedding"
+    if getattr(causal_lm, "loss_function", None) is not ForCausalLMLoss:
+        return "it computes a loss of its own, not transformers' causal LM loss"
+    if hasattr(head, "_hf_hook"):
+        return "its head is moved between devices by accelerate"
+    state = LossState(chunk_mib, head, PatchSet(), causal_lm.loss_function, vars(causal_lm).get("forward"))
+    _patch_head(head, state.head_patches)
+    patches.set(causal_lm, _LOSS, state)
+    patches.set(causal_lm, "_loss_function", MethodType(_loss, causal_lm))
+    patches.set(causal_lm, "forward", MethodType(_forward_with_lazy_head(type(causal_lm).forward), causal_lm))
+    return None
+
+
+def unpatch_loss(causal_lm: nn.Module) -> None:
+    """Free the head; the rest is in the patch set given to ``patch_loss``."""
+    state: LossState | None = vars(causal_lm).get(_LOSS)
+    if state is not None:
+        state.head_patches.undo()
+
+
+def _router_forward(self: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    flat_NH = hidden.reshape(-1, hidden.shape[-1])
+    return top_k_routing(flat_NH, self.weight, self.bias, self.top_k)  # type: ignore[arg-type]
+
+
+def _experts_forward(
+    self: nn.Module, hidden: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
+) -> torch.Tensor:
+    flat_NH = hidden.reshape(-1, hidden.shape[-1])
+    gate_up: torch.Tensor = self.gate_up_proj  # type: ignore[assignment]
+    implementation, _ = resolve_implementation(vars(self)[_EXPERTS], hidden.device, gate_up.dtype)
+    return experts(
+        flat_NH,
+        gate_up,
+        self.gate_up_proj_bias,  # type: ignore[arg-type]
+        self.down_proj,  # type: ignore[arg-type]
+        self.down_proj_bias,  # type: ignore[arg-type]
+        router_indices,
+        routing_weights,
+        alpha=self.alpha,  # type: ignore[arg-type]
+        limit=self.limit,  # type: ignore[arg-type]
+        implementation=implementation,
+    ).view_as(hidden)
+
+
+def patch_experts(router: nn.Module, layer_experts: nn.Module, patches: PatchSet, choice: str) -> None:
+    """Route in float32 and run one layer's experts through ``core.experts``."""
+    patches.set(router, "forward", MethodType(_router_forward, router))
+    patches.set(layer_experts, _EXPERTS, choice)
+    patches.set(layer_experts, "forward", MethodType(_experts_forward, layer_experts))

@@ -1,0 +1,131 @@
+"""Front door of sink attention: checks every argument once, so that the implementations don't have to.
+
+Shape suffixes: B batch, T queries, S keys, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from unsloth_plugins.core.errors import ShapeError
+from unsloth_plugins.core.sink_attention.reference import sink_attention_reference
+
+
+def sink_attention(
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    sink_H: torch.Tensor | None = None,
+    *,
+    window: int | None = None,
+    documents_BS: torch.Tensor | None = None,
+    key_mask_BS: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    block_size: int = 256,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention whose softmax has one more column per head, the sink, that owns no value.
+
+    Args:
+        q_BTHD: [B, T, H, D] floating point queries, T <= S; query t sits at key position S - T + t.
+        k_BSKD: [B, S, K, D] keys of the same dtype; K divides H.
+        v_BSKD: [B, S, K, D] values of the same dtype.
+        sink_H: [H] sink logits, one per query head, any floating dtype; None for ordinary attention.
+        window: number of keys that a query sees, itself included (transformers' ``sliding_window``); None for all.
+        documents_BS: [B, S] integer ids; a query sees only keys with its own id.
+        key_mask_BS: [B, S]; keys where it is False (or zero) are never seen.
+        scale: factor of q . k; None means D ** -0.5.
+        softcap: logits become softcap * tanh(logits / softcap); None means off.
+        block_size: queries handled at a time; memory is proportional to it.
+        return_lse: also return the log normaliser.
+
+    Returns:
+        o_BTHD [B, T, H, D] in the dtype of q; with ``return_lse`` also lse_BHT [B, H, T] in float32 (float64 for
+        float64 inputs), the sink included. Both are differentiable, once. A query that sees no key gives o = 0 and
+        lse = sink (-inf without one).
+    """
+    _check(q_BTHD, k_BSKD, v_BSKD, sink_H)
+    for name, mask in (("documents_BS", documents_BS), ("key_mask_BS", key_mask_BS)):
+        if mask is not None:
+            _check_row_mask(name, mask, k_BSKD)
+    _check_number("window", window, at_least_one=True)
+    _check_number("block_size", block_size, at_least_one=True)
+    _check_number("softcap", softcap, at_least_one=False)
+    o_BTHD, lse_BHT = sink_attention_reference(
+        q_BTHD,
+        k_BSKD,
+        v_BSKD,
+        sink_H,
+        window=window,
+        documents_BS=documents_BS,
+        key_mask_BS=None if key_mask_BS is None else key_mask_BS.to(torch.bool),
+        scale=q_BTHD.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=softcap,
+        block_size=block_size,
+    )
+    return (o_BTHD, lse_BHT) if return_lse else o_BTHD
+
+
+def _check(q_BTHD: torch.Tensor, k_BSKD: torch.Tensor, v_BSKD: torch.Tensor, sink_H: torch.Tensor | None) -> None:
+    shapes = f"q {list(q_BTHD.shape)}, k {list(k_BSKD.shape)}, v {list(v_BSKD.shape)}"
+    if not q_BTHD.dim() == k_BSKD.dim() == v_BSKD.dim() == 4:
+        raise ShapeError(
+            expected="q, k and v with 4 dimensions [batch, tokens, heads, head size]",
+            got=shapes,
+            remedy="Add the batch dimension, or transpose [batch, heads, tokens, head size] with .transpose(1, 2).",
+        )
+    if k_BSKD.shape != v_BSKD.shape:
+        raise ShapeError(
+            expected="k and v of one shape", got=shapes, remedy="Pad v to the head size of k, or pass matching tensors."
+        )
+    if q_BTHD.shape[0] != k_BSKD.shape[0] or q_BTHD.shape[3] != k_BSKD.shape[3]:
+        raise ShapeError(
+            expected="q and k with one batch size and one head size",
+            got=shapes,
+            remedy="Use the layout [batch, tokens, heads, head size] for all three.",
+        )
+    if k_BSKD.shape[2] == 0 or q_BTHD.shape[2] % k_BSKD.shape[2] != 0:
+        raise ShapeError(
+            expected="a number of query heads that the number of key heads divides",
+            got=f"{q_BTHD.shape[2]} query heads, {k_BSKD.shape[2]} key heads",
+            remedy="Check that heads are dimension 2: the layout is [batch, tokens, heads, head size].",
+        )
+    if q_BTHD.shape[1] > k_BSKD.shape[1]:
+        raise ShapeError(
+            expected="no more queries than keys, since query t sits at key position S - T + t",
+            got=f"T = {q_BTHD.shape[1]}, S = {k_BSKD.shape[1]}",
+            remedy="Pass the cached keys together with the new ones.",
+        )
+    if not (q_BTHD.is_floating_point() and q_BTHD.dtype == k_BSKD.dtype == v_BSKD.dtype):
+        raise ShapeError(
+            expected="q, k and v of one floating dtype",
+            got=f"q {q_BTHD.dtype}, k {k_BSKD.dtype}, v {v_BSKD.dtype}",
+            remedy="Cast them to one dtype.",
+        )
+    if sink_H is not None and (sink_H.dim() != 1 or sink_H.shape[0] != q_BTHD.shape[2]):
+        raise ShapeError(
+            expected=f"sink_H of shape [{q_BTHD.shape[2]}]",
+            got=str(list(sink_H.shape)),
+            remedy="Pass one sink per query head, not per key head.",
+        )
+
+
+def _check_row_mask(name: str, mask: torch.Tensor, k_BSKD: torch.Tensor) -> None:
+    if mask.shape != k_BSKD.shape[:2]:
+        raise ShapeError(
+            expected=f"{name} of shape {list(k_BSKD.shape[:2])}, one entry per key",
+            got=str(list(mask.shape)),
+            remedy="Expand it over the batch and cover the cached keys too.",
+        )
+
+
+def _check_number(name: str, value: float | None, *, at_least_one: bool) -> None:
+    if value is None:
+        return
+    if at_least_one:
+        good, expected = isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an integer >= 1"
+    else:
+        good, expected = value > 0, "a number > 0"
+    if not good:
+        raise ShapeError(expected=f"{name} to be {expected}", got=repr(value), remedy=f"Change {name}.")

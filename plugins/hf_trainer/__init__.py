@@ -1,0 +1,5 @@
+"""Hugging Face Trainer: ``callbacks=[UnslothCallback()]``, in ``Trainer`` and in TRL's trainers."""
+
+from unsloth_plugins.hf_trainer.callback import UnslothCallback, prepare_model
+
+__all__ = ["UnslothCallback", "prepare_model"]

@@ -1,0 +1,291 @@
+"""apply, report and undo on tiny models of real classes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from conftest import TINY, batch_of, loss_and_grads, tiny_gpt_oss, tiny_llama, twin
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from unsloth_plugins.core import UnslothConfig, applied_to, apply
+from unsloth_plugins.core.errors import ConfigError, ModelError, UnsupportedError
+from unsloth_plugins.core.loss import LazyLogits
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def _state(model: nn.Module) -> dict[str, dict[str, object]]:
+    """Every attribute of every module, hooks and config contents included."""
+    out = {}
+    for name, module in model.named_modules():
+        seen = {key: value for key, value in vars(module).items() if not key.startswith("__")}
+        for key in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_modules", "_parameters", "_buffers"):
+            seen[key] = dict(seen[key])
+        if "config" in seen:
+            seen["config contents"] = copy.deepcopy(vars(seen["config"]))
+        out[name] = seen
+    return out
+
+
+@pytest.mark.parametrize("checkpointing", ["auto", True])
+def test_same_loss_logits_and_gradients_as_stock(tiny, checkpointing) -> None:  # type: ignore[no-untyped-def]
+    ref = twin(tiny)
+    apply(tiny, gradient_checkpointing=checkpointing)
+    batch = batch_of(2, 19)
+    for want, got in zip(loss_and_grads(ref, **batch), loss_and_grads(tiny, **batch), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_undo_restores_every_attribute_and_bit(tiny) -> None:  # type: ignore[no-untyped-def]
+    batch = batch_of(2, 11)
+    before, state = loss_and_grads(tiny, **batch), _state(tiny)
+    applied = apply(tiny, gradient_checkpointing=True)
+    assert _state(tiny) != state  # the comparison can fail
+    loss_and_grads(tiny, **batch)
+    applied.undo()
+    applied.undo()
+    assert _state(tiny) == state
+    assert applied_to(tiny) is None
+    after = loss_and_grads(tiny, **batch)
+    assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
+    assert before[2].keys() == after[2].keys() and all(torch.equal(before[2][k], after[2][k]) for k in before[2])
+
+
+def test_applying_twice_changes_nothing_and_other_options_undo_the_first() -> None:
+    model = tiny_gpt_oss()
+    state = _state(model)
+    first = apply(model)
+    patched = _state(model)
+    assert apply(model) is first and _state(model) == patched
+    second = apply(model, loss=None)
+    assert second is not first and applied_to(model) is second
+    second.undo()
+    assert _state(model) == state
+
+
+def test_only_this_instance_changes_even_with_a_shared_config() -> None:
+    config = tiny_gpt_oss().config
+    one, two = type(tiny_gpt_oss())(config), type(tiny_gpt_oss())(config)
+    state = _state(two)
+    apply(one)
+    assert _state(two) == state and two.config._attn_implementation == "eager"
+
+
+def test_config_changes_made_while_applied_survive_undo() -> None:
+    model = tiny_gpt_oss()
+    original = model.config
+    applied = apply(model)
+    model.config.use_cache = False
+    applied.undo()
+    assert model.config is original and original.use_cache is False and original._attn_implementation == "eager"
+
+
+def test_report_says_what_was_and_was_not_taken() -> None:
+    report = apply(tiny_gpt_oss()).report()
+    assert "gpt_oss" in report and "sink attention" in report and "float32" in report
+    report = apply(tiny_llama()).report()
+    assert "no sinks" in report and "chunked cross entropy" in report
+    applied = apply(TINY["gpt2"]())
+    assert applied.parts.binding == "generic" and "not recognised" in applied.report()
+    assert {row.feature: row.state for row in applied.rows}["loss"] == "on"
+
+
+def test_a_plain_module_is_left_alone_and_says_so() -> None:
+    applied = apply(nn.Sequential(nn.Linear(2, 2)))
+    assert {row.state for row in applied.rows} == {"left alone"}
+    applied.undo()
+
+
+@pytest.mark.parametrize("first", ["peft", "apply"])
+def test_before_or_after_peft(first: str) -> None:
+    ref = get_peft_model(tiny_gpt_oss(), LORA)
+    base = tiny_gpt_oss()
+    if first == "apply":
+        apply(base)
+        model = get_peft_model(base, LORA)
+    else:
+        model = get_peft_model(base, LORA)
+        apply(model)
+    model.load_state_dict(ref.state_dict())
+    batch = batch_of(2, 13)
+    want, got = loss_and_grads(ref, **batch), loss_and_grads(model, **batch)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert applied_to(model) is applied_to(base)
+
+
+@pytest.mark.parametrize("first", ["peft", "apply"])
+@pytest.mark.parametrize("how", ["modules_to_save", "lora"])
+def test_trained_head_is_not_ignored(first: str, how: str) -> None:
+    settings = (
+        dict(target_modules=["q_proj"], modules_to_save=["lm_head"])
+        if how == "modules_to_save"
+        else dict(target_modules=["q_proj", "lm_head"], lora_dropout=0.0)
+    )
+    config = LoraConfig(r=4, init_lora_weights=False, **settings)
+    ref, base = get_peft_model(tiny_llama(), config), tiny_llama()
+    if first == "apply":
+        apply(base)
+    model = get_peft_model(base, config)
+    apply(model)
+    model.load_state_dict(ref.state_dict())
+    batch = batch_of(2, 13)
+    want, got = loss_and_grads(ref, **batch), loss_and_grads(model, **batch)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert any("lm_head" in name for name in got[2])
+    out = model(**batch)
+    assert isinstance(out.logits, LazyLogits) and out.logits._real is None  # the chunked path was taken
+    applied_to(model).undo()
+    torch.testing.assert_close(loss_and_grads(model, **batch), want, rtol=0, atol=0)
+
+
+def test_logits_are_computed_only_when_read() -> None:
+    model, ref = tiny_llama(), tiny_llama()
+    apply(model)
+    batch = batch_of(2, 9)
+    out = model(**batch)
+    assert isinstance(out.logits, LazyLogits) and out.logits._real is None
+    assert torch.equal(out.logits + 0, ref(**batch).logits)
+    assert not isinstance(model(input_ids=batch["input_ids"]).logits, LazyLogits)
+    assert inspect.signature(model.forward) == inspect.signature(ref.forward)
+
+
+def test_loss_honours_what_trainers_pass() -> None:
+    model, ref = tiny_llama(), tiny_llama()
+    apply(model)
+    batch = batch_of(2, 9)
+    shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    for extra in ({"num_items_in_batch": 7}, {"num_items_in_batch": torch.tensor(7)}, {"shift_labels": shifted}):
+        torch.testing.assert_close(model(**batch, **extra).loss, ref(**batch, **extra).loss)
+    batch["labels"][:] = -100
+    assert model(**batch).loss.item() == 0
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama"])
+def test_a_deep_copy_is_a_patched_model_of_its_own(name: str) -> None:
+    model = TINY[name]()
+    apply(model, gradient_checkpointing=True)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    ref = TINY[name]()
+    ref.load_state_dict(other.state_dict())
+    batch = batch_of(2, 9)
+    torch.testing.assert_close(loss_and_grads(other, **batch), loss_and_grads(ref, **batch), rtol=1e-5, atol=1e-5)
+    applied = applied_to(other)
+    assert applied is not applied_to(model) and applied.tokens_seen == 18 and applied_to(model).tokens_seen == 0
+    applied.undo()
+    assert applied_to(other) is None and applied_to(model) is not None
+    torch.testing.assert_close(loss_and_grads(other, **batch), loss_and_grads(ref, **batch), rtol=0, atol=0)
+
+
+def test_checkpointing_that_the_user_switches_on_later_is_followed() -> None:
+    model = tiny_llama()
+    applied = apply(model)
+    applied.store.min_bytes = 0
+    batch = batch_of(2, 9)
+    loss_and_grads(model, **batch)
+    assert applied.store.total_bytes == 0
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    loss_and_grads(model, **batch)
+    assert applied.store.total_bytes == 2 * 2 * 9 * 64 * 4  # two layers, one input each
+    assert applied.store.held_bytes == 0
+
+
+def test_a_checkpoint_function_of_the_trainers_own_stays() -> None:
+    model = tiny_llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def own(function, *args):  # type: ignore[no-untyped-def]
+        return function(*args)
+
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = own
+    model.model._gradient_checkpointing_func = own
+    report = apply(model).report()
+    assert "of its own" in report and all(layer._gradient_checkpointing_func is own for layer in model.model.layers)
+
+
+def test_case_3_adapters_get_the_gradients_of_the_run_without_checkpointing() -> None:
+    batch = batch_of(2, 13)
+    grads = []
+    for checkpointing in (False, True):
+        model = get_peft_model(tiny_gpt_oss(), LORA)
+        applied = apply(model, gradient_checkpointing=checkpointing)
+        calls: list[int] = []
+        for layer in applied.parts.decoder.layers:
+            layer.self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+        grads.append(loss_and_grads(model, **batch)[2])
+        assert len(calls) == 4 * (1 + checkpointing)
+    assert all(g.any() for g in grads[0].values()) and len(grads[0]) == 16
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_case_36_train_and_eval_agree_with_stock(dtype: torch.dtype) -> None:
+    """Gate and up are pushed past the clamp in both signs; B = 3."""
+    truth_model, ref = tiny_gpt_oss(), tiny_gpt_oss()
+    for model in (truth_model, ref):
+        for layer in model.model.layers:
+            layer.mlp.experts.gate_up_proj.data.mul_(8)
+    ours = twin(ref).to(dtype)
+    ref = ref.to(dtype)
+    applied = apply(ours)
+    batch = batch_of(3, 17)
+    seen = []
+    gate = truth_model.model.layers[0].mlp.experts
+    truth_model.model.layers[0].mlp.router.register_forward_hook(lambda m, a, o: seen.append(a[0] @ gate.gate_up_proj[0]))
+    with torch.no_grad():
+        truth = truth_model(**batch).logits
+        assert all((side > 7).any() and (side < -7).any() for side in (seen[0][..., ::2], seen[0][..., 1::2]))
+        for train in (True, False):
+            got, want = ours.train(train)(**batch).logits + 0, ref.train(train)(**batch).logits
+            if dtype == torch.float32:
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+            else:
+                # Another expert for a near-tie moves single tokens in stock bf16 too, so compare the median token.
+                error = [(x.float() - truth).norm(dim=-1).median() for x in (got, want)]
+                assert error[0] <= 1.2 * error[1]
+    assert applied.rows[1].state == "on"
+
+
+class TestErrors:
+    def test_misspelt_option(self) -> None:
+        with pytest.raises(ConfigError, match="gradient_checkpointing"):
+            UnslothConfig.from_options(gradient_checkpoint=True)
+
+    @pytest.mark.parametrize(
+        "options", [{"attention": "fast"}, {"loss_chunk_mib": 0}, {"gradient_checkpointing": 1}, {"offload": "yes"}]
+    )
+    def test_wrong_value(self, options: dict[str, object]) -> None:
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            UnslothConfig(**options)  # type: ignore[arg-type]
+
+    def test_not_a_module(self) -> None:
+        with pytest.raises(ModelError, match="str"):
+            apply("openai/gpt-oss-20b")  # type: ignore[arg-type]
+
+    def test_explicit_choice_that_cannot_run_changes_nothing(self) -> None:
+        model = tiny_gpt_oss()
+        state = _state(model)
+        with pytest.raises(UnsupportedError, match="grouped_mm"):
+            apply(model, experts="grouped_mm")
+        assert _state(model) == state
+        with pytest.raises(UnsupportedError, match="attention"):
+            apply(TINY["gpt2"](), attention="reference")
+
+    def test_attention_dropout(self) -> None:
+        model = tiny_gpt_oss(attention_dropout=0.1)
+        assert "dropout" in apply(model).report()
+        with pytest.raises(UnsupportedError, match="dropout"):
+            apply(model, attention="reference")
+
+    def test_kernels_from_the_hub(self) -> None:
+        model = tiny_llama()
+        model._use_kernels = True
+        with pytest.raises(ModelError, match="use_kernels"):
+            apply(model)

@@ -1,0 +1,102 @@
+"""Routing, clamped SwiGLU and the experts against transformers' own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
+
+from unsloth_plugins.core.errors import ShapeError, UnsupportedError
+from unsloth_plugins.core.experts import experts, top_k_routing
+from unsloth_plugins.core.experts.grouped import experts_grouped
+from unsloth_plugins.core.experts.op import resolve_implementation
+from unsloth_plugins.core.layers import clamped_swiglu
+
+
+def _stock(scale: float = 1.0) -> tuple[GptOssExperts, GptOssTopKRouter]:
+    config = GptOssConfig(hidden_size=24, intermediate_size=40, num_local_experts=5, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    layer, router = GptOssExperts(config), GptOssTopKRouter(config)
+    for parameter in (*layer.parameters(), *router.parameters()):
+        torch.nn.init.normal_(parameter, std=scale)
+    return layer, router
+
+
+def _ours(layer: GptOssExperts, router: GptOssTopKRouter, x: torch.Tensor, run=experts) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    _, weight, index = top_k_routing(x, router.weight, router.bias, router.top_k)
+    return run(
+        x,
+        layer.gate_up_proj,
+        layer.gate_up_proj_bias,
+        layer.down_proj,
+        layer.down_proj_bias,
+        index,
+        weight,
+        alpha=layer.alpha,
+        limit=layer.limit,
+    )
+
+
+@pytest.mark.parametrize("run", [experts, experts_grouped])
+@pytest.mark.parametrize("scale", [0.3, 2.0])  # the second pushes gate and up past 7 on both sides
+def test_case_36_equals_stock_with_active_clamps(run, scale: float) -> None:  # type: ignore[no-untyped-def]
+    layer, router = _stock(scale)
+    x = torch.randn(33, 24, requires_grad=True)
+    if scale > 1:
+        gate_up = x @ layer.gate_up_proj[0]
+        assert all((gate_up[:, side::2].abs() > 7).any() for side in (0, 1))
+    leaves = [x, *layer.parameters(), *router.parameters()]
+    _, weight, index = router(x)
+    truth, got = GptOssExperts.forward(layer, x, index, weight), _ours(layer, router, x, run)
+    torch.testing.assert_close(got, truth, rtol=1e-4, atol=1e-4)
+    for want, ours in zip(
+        torch.autograd.grad(truth.sum(), leaves), torch.autograd.grad(got.sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-3 if scale > 1 else 1e-4)
+
+
+def test_gate_is_clamped_above_only_and_up_on_both_sides() -> None:
+    gate_up = torch.tensor([[9.0, 0.5], [-9.0, 0.5], [1.0, 9.0], [1.0, -9.0]], requires_grad=True)
+    clamped_swiglu(gate_up).sum().backward()
+    moved = gate_up.grad != 0
+    assert moved.tolist() == [[False, True], [True, True], [True, False], [True, False]]
+
+
+def test_bf16_within_eagers_own_error() -> None:
+    layer, router = _stock()
+    x = torch.randn(65, 24)
+    truth = _ours(layer.double(), router.double(), x.double())
+    layer, router, x = layer.bfloat16(), router.bfloat16(), x.bfloat16()
+    _, weight, index = top_k_routing(x, router.weight, router.bias, router.top_k)
+    eager = GptOssExperts.forward(layer, x, index, weight.bfloat16()).double()
+    ours = _ours(layer, router, x).double()
+    assert (ours - truth).norm() <= 1.05 * (eager - truth).norm()
+
+
+def test_routing_is_float32_in_bf16() -> None:
+    _, router = _stock()
+    logits, weight, index = top_k_routing(torch.randn(9, 24).bfloat16(), router.weight.bfloat16(), None, 2)
+    assert logits.dtype == weight.dtype == torch.float32 and index.dtype == torch.int64
+    torch.testing.assert_close(weight.sum(-1), torch.ones(9))
+
+
+def test_experts_without_tokens_and_one_token() -> None:
+    layer, _ = _stock()
+    weights = (layer.gate_up_proj, layer.gate_up_proj_bias, layer.down_proj, layer.down_proj_bias)
+    x, index, weight = torch.randn(1, 24), torch.tensor([[3, 1]]), torch.tensor([[0.25, 0.75]])
+    one, grouped = experts(x, *weights, index, weight), experts_grouped(
+        x, *weights, index, weight, alpha=1.702, limit=7.0
+    )
+    torch.testing.assert_close(one, grouped)
+    (grad,) = torch.autograd.grad(one.sum(), layer.gate_up_proj)
+    assert [bool(g.any()) for g in grad] == [False, True, False, True, False]
+
+
+def test_errors_say_what_to_do() -> None:
+    layer, _ = _stock()
+    weights = (layer.gate_up_proj, layer.gate_up_proj_bias, layer.down_proj, layer.down_proj_bias)
+    with pytest.raises(ShapeError, match="Flatten"):
+        experts(torch.randn(2, 3, 24), *weights, torch.zeros(6, 2).long(), torch.ones(6, 2))
+    with pytest.raises(UnsupportedError, match="auto"):
+        resolve_implementation("grouped_mm", torch.device("cpu"), torch.float32)

@@ -1,0 +1,195 @@
+"""Chunked linear cross entropy against torch's own, and lazy logits."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from unsloth_plugins.core.errors import ShapeError
+from unsloth_plugins.core.loss import LazyLogits, linear_cross_entropy
+from unsloth_plugins.core.loss.op import head_cross_entropy
+from unsloth_plugins.core.loss.reference import chunk_tokens
+
+N, H, V = 37, 16, 5000  # 1 MiB holds 17 tokens of logits: three chunks, the last one short
+
+
+def _inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    labels = torch.randint(0, V, (N,))
+    labels[::5] = -100
+    return (
+        torch.randn(N, H, dtype=dtype, requires_grad=True),
+        torch.randn(V, H, dtype=dtype, requires_grad=True),
+        torch.randn(V, dtype=dtype, requires_grad=True),
+        labels,
+    )
+
+
+def test_several_chunks_are_exercised() -> None:
+    assert 1 < chunk_tokens(V, 1) < N
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("num_items", [None, 50])
+def test_equals_torch(smoothing: float, softcap: float | None, num_items: int | None) -> None:
+    hidden, weight, bias, labels = _inputs()
+
+    def cap(z: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(z / softcap)
+
+    transform = None if softcap is None else cap
+    ours = linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        bias_V=bias,
+        num_items=num_items,
+        transform=transform,
+        label_smoothing=smoothing,
+        chunk_mib=1,
+    )
+    logits = F.linear(hidden, weight, bias)
+    logits = logits if transform is None else transform(logits)
+    truth = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+    truth = truth / (num_items or (labels != -100).sum())
+    torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
+    for got, want in zip(
+        torch.autograd.grad(3 * ours, (hidden, weight, bias)),
+        torch.autograd.grad(3 * truth, (hidden, weight, bias)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_gradcheck() -> None:
+    torch.manual_seed(1)
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0, 6, -100, 2, 3])
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels), (hidden, weight))
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
+def test_only_wanted_gradients(wanted: tuple[bool, bool]) -> None:
+    hidden, weight, _, labels = _inputs(torch.float32)
+    hidden, weight = (t.detach().requires_grad_(w) for t, w in zip((hidden, weight), wanted, strict=True))
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_mib=1)
+    assert loss.requires_grad == any(wanted)
+    if any(wanted):
+        loss.backward()
+    assert (hidden.grad is not None, weight.grad is not None) == wanted
+
+
+def test_nothing_to_learn_is_zero_not_nan() -> None:
+    hidden, weight, _, labels = _inputs(torch.float32)
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_bf16_loss_is_float32_and_gradients_are_bf16() -> None:
+    hidden, weight, _, labels = _inputs(torch.bfloat16)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_mib=1)
+    loss.backward()
+    assert loss.dtype == torch.float32 and hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    truth = F.cross_entropy(F.linear(hidden, weight).float(), labels)
+    torch.testing.assert_close(loss, truth)
+
+
+def test_label_out_of_range_names_the_label() -> None:
+    hidden, weight, _, labels = _inputs()
+    labels[3] = V
+    with pytest.raises(ShapeError, match=str(V)):
+        linear_cross_entropy(hidden, weight, labels)
+
+
+def test_any_head_equals_the_linear_one() -> None:
+    hidden, weight, bias, labels = _inputs()
+    ours = head_cross_entropy(hidden, lambda x: F.linear(x, weight, bias), V, labels, chunk_mib=1)
+    truth = linear_cross_entropy(hidden, weight, labels, bias_V=bias, chunk_mib=1)
+    torch.testing.assert_close(ours, truth)
+    for got, want in zip(
+        torch.autograd.grad(ours, (hidden, weight, bias)),
+        torch.autograd.grad(truth, (hidden, weight, bias)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_chunks_bound_the_logits_alive() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.numel = max(self.numel, out.numel())
+            return out
+
+    hidden, weight, _, labels = _inputs(torch.float32)
+    with Largest() as seen:
+        linear_cross_entropy(hidden, weight, labels, chunk_mib=1).backward()
+    assert seen.numel <= max(chunk_tokens(V, 1) * V, V * H) < N * V
+
+
+class TestLazyLogits:
+    def _lazy(self) -> tuple[LazyLogits, torch.Tensor, torch.nn.Linear, list[int]]:
+        torch.manual_seed(0)
+        head, hidden, calls = torch.nn.Linear(4, 9), torch.randn(2, 3, 4, requires_grad=True), []
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return head(x)
+
+        return LazyLogits(hidden, run, 9, torch.float32), head(hidden), head, calls
+
+    def test_metadata_computes_nothing(self) -> None:
+        lazy, real, _, calls = self._lazy()
+        assert isinstance(lazy, torch.Tensor)
+        assert (lazy.shape, lazy.dtype, lazy.device, lazy.ndim) == (real.shape, real.dtype, real.device, 3)
+        assert lazy.size(-1) == 9 and len(lazy) == 2 and not calls
+
+    def test_reading_computes_once_with_gradient(self) -> None:
+        lazy, real, head, calls = self._lazy()
+        assert torch.equal(lazy.argmax(-1), real.argmax(-1))
+        assert torch.equal(lazy[..., :-1, :], real[..., :-1, :])
+        assert len(calls) == 1
+        lazy.sum().backward()
+        assert head.weight.grad is not None
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda z: z.detach().numpy(),
+            lambda z: torch.cat([z, z]),
+            lambda z: torch.softmax(z, -1),
+            lambda z: (z + 1).tolist(),
+            lambda z: z.cpu().double(),
+            lambda z: copy.deepcopy(z.detach()),
+        ],
+    )
+    def test_every_way_of_reading(self, read) -> None:  # type: ignore[no-untyped-def]
+        lazy, real, _, _ = self._lazy()
+        got, want = read(lazy), read(real)
+        assert type(got) is type(want)
+        assert (got == want).all() if hasattr(got, "shape") else got == want
+
+    def test_can_be_saved(self) -> None:
+        lazy, real, _, _ = self._lazy()
+        file = io.BytesIO()
+        torch.save(lazy.detach(), file)
+        file.seek(0)
+        assert torch.equal(torch.load(file), real)
+
+    def test_softcap_and_scale_stay_lazy(self) -> None:
+        lazy, real, _, calls = self._lazy()
+        capped = torch.tanh((lazy * 2.0).float() / 5.0) * 5.0
+        assert isinstance(capped, LazyLogits) and not calls
+        torch.testing.assert_close(capped + 0, torch.tanh(real * 2 / 5) * 5)
