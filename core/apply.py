@@ -125,7 +125,7 @@ class Applied:
             self._note(
                 "gradient checkpointing",
                 "left alone",
-                "off in the model and trainer; gradient_checkpointing=True is what buys long context",
+                "off so far; follows the trainer, where gradient_checkpointing=True buys long context",
             )
 
     def _note(self, feature: str, state: Literal["on", "left alone"], detail: str) -> None:

@@ -78,11 +78,13 @@ class LazyLogits(torch.Tensor):
         return func(*real[0], **real[1])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         real = torch.utils._pytree.tree_map_only(LazyLogits, LazyLogits.materialize, (args, kwargs or {}))
         return func(*real[0], **real[1])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -66,6 +66,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
         accumulate: torch.dtype,
     ) -> torch.Tensor:
         wants = ctx.needs_input_grad[:3]
+        rule = (ignore_index, label_smoothing, any(wants))
         loss = hidden_NH.new_zeros((), dtype=accumulate)
         d_hidden_NH = torch.empty_like(hidden_NH) if wants[0] else None
         d_weight_VH = torch.zeros_like(weight_VH, dtype=accumulate) if wants[1] else None
@@ -74,14 +75,12 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + tokens)
             raw_CV = F.linear(hidden_NH[rows], weight_VH, bias_V)
             if transform is None:
-                part, grad_CV = _chunk_loss(raw_CV.to(accumulate), labels_N[rows], ignore_index, label_smoothing, any(wants))
+                part, grad_CV = _chunk_loss(raw_CV.to(accumulate), labels_N[rows], *rule)
             else:
                 with torch.set_grad_enabled(any(wants)):
                     leaf_CV = raw_CV.detach().requires_grad_(any(wants))
                     logits_CV = transform(leaf_CV).to(accumulate)
-                part, grad_CV = _chunk_loss(
-                    logits_CV.detach(), labels_N[rows], ignore_index, label_smoothing, any(wants)
-                )
+                part, grad_CV = _chunk_loss(logits_CV.detach(), labels_N[rows], *rule)
                 if grad_CV is not None:
                     (grad_CV,) = torch.autograd.grad(logits_CV, leaf_CV, grad_CV)
             loss += part

@@ -51,7 +51,8 @@ def _plain_head(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     state = vars(head).get(_HEAD)
     if state is not None and state.previous is not None:
         return state.previous(hidden)
-    return type(head).forward(head, hidden)
+    plain: Callable[..., torch.Tensor] = type(head).forward
+    return plain(head, hidden)
 
 
 def _head_forward(self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -62,7 +63,7 @@ def _head_forward(self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: A
         return (state.previous or MethodType(type(self).forward, self))(hidden, *args, **kwargs)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    n_vocab = getattr(self, "out_features", None) or self.weight.shape[0]
+    n_vocab: int = getattr(self, "out_features", None) or self.weight.shape[0]  # type: ignore
     return LazyLogits(hidden, functools.partial(_plain_head, self), n_vocab, dtype)
 
 
@@ -71,7 +72,7 @@ def _linear_of(head: nn.Module) -> nn.Linear | None:
     copies = getattr(head, "modules_to_save", None)
     if isinstance(copies, nn.ModuleDict):
         names = [name for name in getattr(head, "active_adapters", ()) if name in copies]
-        head = copies[names[0]] if names and not head.disable_adapters else head.original_module
+        head = copies[names[0]] if names and not head.disable_adapters else head.original_module  # type: ignore
     plain = type(head).forward is nn.Linear.forward and not head._forward_hooks and not head._forward_pre_hooks
     state = vars(head).get(_HEAD)
     own = vars(head).get("forward")
@@ -188,7 +189,7 @@ def patch_loss(causal_lm: nn.Module, patches: PatchSet, chunk_mib: int) -> str |
         return "it computes a loss of its own, not transformers' causal LM loss"
     if hasattr(head, "_hf_hook"):
         return "its head is moved between devices by accelerate"
-    state = LossState(chunk_mib, head, PatchSet(), causal_lm.loss_function, vars(causal_lm).get("forward"))
+    state = LossState(chunk_mib, head, PatchSet(), ForCausalLMLoss, vars(causal_lm).get("forward"))
     _patch_head(head, state.head_patches)
     patches.set(causal_lm, _LOSS, state)
     patches.set(causal_lm, "_loss_function", MethodType(_loss, causal_lm))

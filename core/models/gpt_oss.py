@@ -24,12 +24,12 @@ def _find(causal_lm: nn.Module) -> ModelParts | None:
     parts = []
     for layer in layers:
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-        experts = _unwrapped(getattr(mlp, "experts", None))
+        router, experts = getattr(mlp, "router", None), _unwrapped(getattr(mlp, "experts", None))
         if not has(attention, "q_proj", "k_proj", "v_proj", "o_proj", "sinks"):
             return None
-        if not has(getattr(mlp, "router", None), "weight", "bias", "top_k") or not has(experts, *_EXPERTS):
+        if not has(router, "weight", "bias", "top_k") or not has(experts, *_EXPERTS):
             return None
-        parts.append(LayerParts(layer=layer, attention=attention, router=mlp.router, experts=experts))
+        parts.append(LayerParts(layer=layer, attention=attention, router=router, experts=experts))
     return ModelParts("gpt_oss", causal_lm, decoder, tuple(parts), has_sinks=True)
 
 

@@ -18,7 +18,7 @@ def _find(causal_lm: nn.Module) -> ModelParts | None:
             return None
         if not has(mlp, "gate_proj", "up_proj", "down_proj"):
             return None
-    parts = tuple(LayerParts(layer=layer, attention=layer.self_attn) for layer in layers)
+    parts = tuple(LayerParts(layer=layer, attention=layer.get_submodule("self_attn")) for layer in layers)
     return ModelParts("llama", causal_lm, decoder, parts)
 
 

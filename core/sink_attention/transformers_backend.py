@@ -22,7 +22,7 @@ BACKEND_NAME = "unsloth_sinks"
 
 
 def register() -> None:
-    """Make ``config._attn_implementation = "unsloth_sinks"`` known to transformers. Calling it again changes nothing."""
+    """Make ``config._attn_implementation = "unsloth_sinks"`` known to transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(BACKEND_NAME, attention_forward)
@@ -145,6 +145,7 @@ def attention_forward(
         scale=scaling,
         softcap=softcap,
     )
+    assert isinstance(o_BTHD, torch.Tensor)
     return o_BTHD, None
 
 

@@ -49,4 +49,5 @@ def checkpointing_on(args: TrainingArguments) -> bool:
 
 def checkpointing_kwargs(args: TrainingArguments) -> dict[str, object]:
     """The trainer's keyword arguments for checkpointing."""
-    return getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
+    given = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
+    return given if isinstance(given, dict) else {}

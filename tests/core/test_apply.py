@@ -218,7 +218,7 @@ def test_case_3_adapters_get_the_gradients_of_the_run_without_checkpointing() ->
         applied = apply(model, gradient_checkpointing=checkpointing)
         calls: list[int] = []
         for layer in applied.parts.decoder.layers:
-            layer.self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+            layer.self_attn.q_proj.register_forward_hook(lambda *_, seen=calls: seen.append(1))
         grads.append(loss_and_grads(model, **batch)[2])
         assert len(calls) == 4 * (1 + checkpointing)
     assert all(g.any() for g in grads[0].values()) and len(grads[0]) == 16
@@ -238,7 +238,8 @@ def test_case_36_train_and_eval_agree_with_stock(dtype: torch.dtype) -> None:
     batch = batch_of(3, 17)
     seen = []
     gate = truth_model.model.layers[0].mlp.experts
-    truth_model.model.layers[0].mlp.router.register_forward_hook(lambda m, a, o: seen.append(a[0] @ gate.gate_up_proj[0]))
+    router = truth_model.model.layers[0].mlp.router
+    router.register_forward_hook(lambda m, a, o: seen.append(a[0] @ gate.gate_up_proj[0]))
     with torch.no_grad():
         truth = truth_model(**batch).logits
         assert all((side > 7).any() and (side < -7).any() for side in (seen[0][..., ::2], seen[0][..., 1::2]))

@@ -51,7 +51,7 @@ def models() -> tuple[GptOssForCausalLM, GptOssForCausalLM]:
             if name.endswith("sinks"):
                 parameter.normal_(0.0, 2.0)
             elif "norm" not in name:
-                parameter.normal_(0.0, 0.2)
+                parameter.normal_(0.0, 0.1)
     register()
     ours = GptOssForCausalLM(copy.deepcopy(stock.config))
     ours.load_state_dict(stock.state_dict())
@@ -129,7 +129,7 @@ def test_case_10_packed_documents_do_not_leak(models):
     for n, (first, _) in enumerate(lengths):
         assert torch.equal(after[n, first:], before[n, first:])
         assert not torch.allclose(after[n, :first], before[n, :first])
-        torch.testing.assert_close(sparse_after[n, first:], logits[n, first:], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(sparse_after[n, first:], logits[n, first:], atol=1e-5, rtol=1e-5)
 
     labels = input_ids.clone()
     for n, (first, _) in enumerate(lengths):

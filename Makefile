@@ -1,0 +1,42 @@
+# Pinned so that a machine without a GPU gets the same versions every time; override with `make TORCH=...`.
+TORCH ?= torch==2.13.0
+TRITON ?= triton==3.7.1
+
+BIN := .venv/bin
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+.PHONY: train test test-slow test-all lint gpu-test clean
+
+.venv/.ready: pyproject.toml
+	test -x $(BIN)/python || python3 -m venv .venv
+	$(BIN)/pip install -q $(TORCH)
+	$(BIN)/pip install -q --no-deps $(TRITON)
+	$(BIN)/pip install -q -e '.[dev]'
+	touch $@
+
+train: .venv/.ready
+	$(BIN)/python examples/train.py
+
+test: .venv/.ready
+	$(PYTEST) -q -m "not slow and not gpu"
+
+test-slow: .venv/.ready
+	$(PYTEST) -q -m "slow and not gpu"
+
+test-all: test test-slow
+
+gpu-test: .venv/.ready
+	$(PYTEST) -q -m gpu
+
+# mypy and import-linter read a package from disk, where `core` must lie inside `unsloth_plugins`.
+TREE := build/tree/unsloth_plugins
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	rm -rf $(TREE) && mkdir -p $(TREE)
+	ln -s $(CURDIR)/plugins/* $(TREE)/ && ln -s $(CURDIR)/core $(TREE)/core
+	MYPYPATH=build/tree $(BIN)/mypy
+	PYTHONPATH=build/tree $(BIN)/lint-imports
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,249 @@
+"""UnslothCallback in the real Trainer, on tiny models, against the Trainer alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_gpt_oss, tiny_llama
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments, set_seed
+
+from unsloth_plugins.core import applied_to
+from unsloth_plugins.core.errors import ConfigError, ConflictError
+from unsloth_plugins.hf_trainer import UnslothCallback, prepare_model
+
+LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+
+
+class Rows(Dataset):
+    """Random rows of which the first ``lengths[i]`` tokens carry labels."""
+
+    def __init__(self, lengths: list[int], width: int = 24, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = []
+        for length in lengths:
+            ids = torch.randint(2, 160, (width,), generator=generator)
+            self.rows.append({"input_ids": ids, "labels": ids.where(torch.arange(width) < length, -100)})
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.rows[index]
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    settings = dict(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        per_device_train_batch_size=2,
+        max_steps=3,
+        logging_steps=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=1,
+        max_grad_norm=1e9,
+    )
+    return TrainingArguments(**(settings | options))
+
+
+def lora(base: torch.nn.Module, **options: Any) -> PeftModel:
+    set_seed(3)
+    return get_peft_model(base, LoraConfig(**(LORA | options)))
+
+
+def run(model: torch.nn.Module, folder: Path, ours: bool, rows: Dataset | None = None, **options: Any) -> Trainer:
+    callbacks = [UnslothCallback(offload_min_bytes=0)] if ours else []
+    trainer = Trainer(model, arguments(folder, **options), train_dataset=rows or Rows([24] * 16), callbacks=callbacks)
+    trainer.train()
+    return trainer
+
+
+def curve(trainer: Trainer, key: str = "loss") -> list[float]:
+    return [log[key] for log in trainer.state.log_history if key in log]
+
+
+@pytest.mark.parametrize("make", [tiny_gpt_oss, tiny_llama])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_callback_alone_is_enough_and_gives_the_same_curve(make, checkpointing, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    options = {"gradient_checkpointing": checkpointing}
+    stock, ours = (run(lora(make()), tmp_path, flag, **options) for flag in (False, True))
+    assert curve(ours) == pytest.approx(curve(stock), abs=2e-5)
+    assert curve(ours, "grad_norm") == pytest.approx(curve(stock, "grad_norm"), rel=1e-4)
+    assert applied_to(ours.model) is not None and applied_to(stock.model) is None
+    assert all(value > 0 for key in ("tokens_per_s", "peak_memory_gib") for value in curve(ours, key))
+    held = applied_to(ours.model).store
+    assert (held.total_bytes > 0) == checkpointing and held.held_bytes == 0
+
+
+def test_case_3_checkpointing_without_kwargs_trains_every_adapter(tmp_path: Path) -> None:
+    model = lora(tiny_gpt_oss())
+    assert model.config.use_cache
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    run(model, tmp_path, True, gradient_checkpointing=True)
+    assert len(before) == 16
+    assert all(not torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
+
+
+def test_case_3_off_everywhere_runs_each_layer_once_a_step(tmp_path: Path) -> None:
+    model, calls = lora(tiny_gpt_oss()), []
+    for layer in model.get_base_model().model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+    run(model, tmp_path, True)
+    assert len(calls) == 3 * 4
+
+
+@pytest.mark.parametrize("make", [tiny_gpt_oss, tiny_llama])
+def test_case_15_accumulation_weighs_tokens_not_batches(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    rows = Rows([3, 50, 7, 120], width=120)
+    results = []
+    for batch, accumulate in ((4, 1), (1, 4)):
+        model = lora(make())
+        trainer = run(
+            model,
+            tmp_path,
+            True,
+            rows,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulate,
+            max_steps=1,
+            optim="sgd",
+        )
+        results.append((curve(trainer), {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}))
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-6)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [tiny_gpt_oss, tiny_llama])
+def test_case_17_resume_continues_bit_equal(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """LoRA with trained embedding and head, dropout on, a save in the middle, everything built anew."""
+    extra = dict(modules_to_save=["embed_tokens", "lm_head"], lora_dropout=0.3)
+    options = dict(save_strategy="steps", save_steps=3, max_steps=6, gradient_checkpointing=True)
+    whole = run(lora(make(), **extra), tmp_path / "whole", True, **options)
+    run(lora(make(), **extra), tmp_path / "half", True, **(options | {"max_steps": 3}))
+    model = lora(make(), **extra)
+    trainer = Trainer(
+        model,
+        arguments(tmp_path / "half", **options),
+        train_dataset=Rows([24] * 16),
+        callbacks=[UnslothCallback(offload_min_bytes=0)],
+    )
+    trainer.train(resume_from_checkpoint=True)
+    assert curve(trainer) == curve(whole)
+    wanted = dict(whole.model.named_parameters())
+    assert all(torch.equal(p, wanted[name]) for name, p in model.named_parameters())
+    for got, want in zip(
+        trainer.optimizer.state_dict()["state"].values(), whole.optimizer.state_dict()["state"].values(), strict=True
+    ):
+        assert all(torch.equal(torch.as_tensor(got[k]), torch.as_tensor(want[k])) for k in want)
+    assert sum(name.endswith("lora_A.default.weight") for name in wanted) == 2 * model.config.num_hidden_layers
+
+
+def test_evaluation_with_and_without_metrics(tmp_path: Path) -> None:
+    seen = {}
+
+    def metrics(prediction) -> dict[str, float]:  # type: ignore[no-untyped-def]
+        seen["shape"] = prediction.predictions.shape
+        seen["logits"] = torch.as_tensor(prediction.predictions)
+        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    results = []
+    for ours in (False, True):
+        trainer = Trainer(
+            tiny_llama(),
+            arguments(tmp_path),
+            eval_dataset=Rows([24] * 3),
+            compute_metrics=metrics,
+            callbacks=[UnslothCallback()] if ours else [],
+        )
+        results.append((trainer.evaluate(), seen.pop("logits")))
+    assert seen["shape"] == (3, 24, 160)
+    torch.testing.assert_close(results[0][1], results[1][1])
+    assert results[0][0]["eval_loss"] == pytest.approx(results[1][0]["eval_loss"], abs=1e-5)
+    assert results[0][0]["eval_accuracy"] == results[1][0]["eval_accuracy"]
+    trainer = Trainer(tiny_llama(), arguments(tmp_path), eval_dataset=Rows([24] * 3), callbacks=[UnslothCallback()])
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+
+
+def test_load_best_model_at_end(tmp_path: Path) -> None:
+    trainer = Trainer(
+        lora(tiny_llama()),
+        arguments(
+            tmp_path,
+            max_steps=4,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            load_best_model_at_end=True,
+            learning_rate=0.5,
+        ),
+        train_dataset=Rows([24] * 16),
+        eval_dataset=Rows([24] * 4, seed=5),
+        callbacks=[UnslothCallback()],
+    )
+    trainer.train()
+    best = min(log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(best, abs=1e-6)
+
+
+def test_label_smoothing_and_custom_losses_get_real_logits(tmp_path: Path) -> None:
+    stock, ours = (run(lora(tiny_llama()), tmp_path, flag, label_smoothing_factor=0.1) for flag in (False, True))
+    assert curve(ours) == pytest.approx(curve(stock), abs=2e-5)
+
+
+def test_bf16_mixed_precision(tmp_path: Path) -> None:
+    stock, ours = (run(lora(tiny_llama()), tmp_path, flag, bf16=True) for flag in (False, True))
+    assert curve(ours) == pytest.approx(curve(stock), rel=5e-3)
+
+
+def test_prepare_model_keeps_its_options(tmp_path: Path) -> None:
+    model = prepare_model(lora(tiny_llama()), loss=None)
+    applied = applied_to(model)
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=Rows([24] * 8), callbacks=[UnslothCallback()])
+    trainer.train()
+    assert applied_to(model) is applied and applied.config.loss is None
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"torch_compile": True}, "torch_compile"),
+        (
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            "use_reentrant",
+        ),
+    ],
+)
+def test_conflicts_are_refused_before_anything_changes(options, word, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    import transformers.trainer
+
+    monkeypatch.setattr(transformers.trainer, "is_liger_kernel_available", lambda: True, raising=False)
+    model, args = lora(tiny_llama()), arguments(tmp_path)
+    for name, value in options.items():
+        setattr(args, name, value)
+        setattr(args, name.replace("gradient_checkpointing", "activation_checkpointing"), value)
+    with pytest.raises(ConflictError, match=word):
+        UnslothCallback().on_init_end(args, None, None, model=model)  # type: ignore[arg-type]
+    assert applied_to(model) is None
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ConflictError, match="torchrun"):
+        UnslothCallback().on_init_end(args, None, None, model=lora(tiny_llama()))  # type: ignore[arg-type]
+
+
+def test_misspelt_option_names_the_right_one() -> None:
+    with pytest.raises(ConfigError, match="loss_chunk_mib"):
+        UnslothCallback(loss_chunk_mb=1)
