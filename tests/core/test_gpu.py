@@ -1,0 +1,80 @@
+"""The same promises on a CUDA device, and those about its memory that a CPU can't show."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import batch_of, loss_and_grads, tiny_gpt_oss, tiny_llama
+
+from unsloth_plugins.core import apply
+from unsloth_plugins.core.experts.grouped import experts_grouped
+from unsloth_plugins.core.experts.reference import experts_loop
+from unsloth_plugins.core.offload import HostStore, offload_checkpoint
+from unsloth_plugins.core.sink_attention import sink_attention
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("make", [tiny_gpt_oss, tiny_llama])
+def test_same_loss_and_gradients_as_stock(make) -> None:  # type: ignore[no-untyped-def]
+    ref = make().cuda()
+    ours = copy.deepcopy(ref)
+    applied = apply(ours, gradient_checkpointing=True, offload_min_bytes=0)
+    batch = {name: tensor.cuda() for name, tensor in batch_of(2, 33).items()}
+    want, got = loss_and_grads(ref, **batch), loss_and_grads(ours, **batch)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert applied.store.total_bytes == len(applied.parts.layers) * 2 * 33 * 64 * 4 and applied.store.held_bytes == 0
+
+
+def test_offloading_frees_the_device_and_changes_no_bit() -> None:
+    torch.manual_seed(0)
+    blocks = [torch.nn.Linear(1024, 1024, device="cuda") for _ in range(8)]
+    results = []
+    for offload in (False, True):
+        store = HostStore(offload, min_bytes=0)
+        x = torch.randn(16384, 1024, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).requires_grad_()
+        torch.cuda.synchronize()
+        before, y = torch.cuda.memory_allocated(), x
+        for block in blocks:
+            y = offload_checkpoint(block, y, store=store)
+        held = torch.cuda.memory_allocated() - before
+        grads = torch.autograd.grad(y.square().mean(), [x, *(p for block in blocks for p in block.parameters())])
+        results.append((held, [g.cpu() for g in grads]))
+    one = 16384 * 1024 * 4
+    assert results[0][0] >= 8 * one and results[1][0] <= 2 * one
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_grouped_experts_in_bf16_within_the_loops_own_error() -> None:
+    torch.manual_seed(0)
+    n, hidden, size, count, top_k = 300, 64, 96, 8, 2
+    shapes = ((count, hidden, 2 * size), (count, 2 * size), (count, size, hidden), (count, hidden))
+    weights = [0.2 * torch.randn(shape, device="cuda", dtype=torch.float64) for shape in shapes]
+    x = torch.randn(n, hidden, device="cuda", dtype=torch.float64)
+    index = torch.rand(n, count, device="cuda")[:, : count - 1].topk(top_k).indices  # the last expert gets no token
+    weight = torch.rand(n, top_k, device="cuda")
+    outs = []
+    for run, dtype in ((experts_loop, torch.float64), (experts_loop, torch.bfloat16), (experts_grouped, torch.bfloat16)):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, *weights)]
+        out = run(*leaves, index, weight.to(dtype if dtype == torch.float64 else torch.float32), alpha=1.702, limit=7.0)
+        outs.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for truth, loop, grouped in zip(*outs, strict=True):
+        loop_error, grouped_error = ((t.double() - truth).norm() for t in (loop, grouped))
+        assert grouped_error <= 1.1 * loop_error + 1e-6 * truth.norm()
+    assert not outs[2][1 + 1][-1].any()
+
+
+def test_sink_attention_memory_is_linear_in_length() -> None:
+    peaks = []
+    for length in (4096, 8192):
+        q = torch.randn(1, length, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        k, v = (torch.randn(1, length, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+        sink = torch.randn(8, device="cuda", requires_grad=True)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        sink_attention(q, k, v, sink).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del q, k, v, sink
+    assert peaks[1] < 2.3 * peaks[0]
