@@ -5,7 +5,7 @@ TRITON ?= triton==3.7.1
 BIN := .venv/bin
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: train test test-slow test-all lint gpu-test clean
+.PHONY: train test test-slow test-all lint gpu-test bench clean
 
 .venv/.ready: pyproject.toml
 	test -x $(BIN)/python || python3 -m venv .venv
@@ -30,6 +30,9 @@ gpu-test: .venv/.ready
 
 # mypy and import-linter read a package from disk, where `core` must lie inside `unsloth_plugins`.
 TREE := build/tree/unsloth_plugins
+
+bench: .venv/.ready
+	$(BIN)/python benchmarks/step.py
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

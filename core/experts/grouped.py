@@ -26,10 +26,11 @@ def experts_grouped(
     expert_M = flat_M[order_M]
     ends_E = torch.bincount(flat_M, minlength=n_experts).cumsum(0).to(torch.int32)
     sorted_MH = x_NH[order_M // top_k]
-    gate_up_MJ = torch._grouped_mm(sorted_MH, gate_up_EHJ, offs=ends_E) + gate_up_bias_EJ[expert_M]
-    hidden_MI = clamped_swiglu(gate_up_MJ, alpha=alpha, limit=limit)
-    y_MH = torch._grouped_mm(hidden_MI, down_EIH, offs=ends_E) + down_bias_EH[expert_M]
+    # Biases are added in float32: their gradients are sums over tokens, which bf16 would round at every addition.
     wide = torch.promote_types(x_NH.dtype, torch.float32)
+    gate_up_MJ = torch._grouped_mm(sorted_MH, gate_up_EHJ, offs=ends_E).to(wide) + gate_up_bias_EJ.to(wide)[expert_M]
+    hidden_MI = clamped_swiglu(gate_up_MJ, alpha=alpha, limit=limit).to(x_NH.dtype)
+    y_MH = torch._grouped_mm(hidden_MI, down_EIH, offs=ends_E).to(wide) + down_bias_EH.to(wide)[expert_M]
     back_M = order_M.argsort()
-    y_NKH = y_MH[back_M].view(*index_NK.shape, -1).to(wide)
+    y_NKH = y_MH[back_M].view(*index_NK.shape, -1)
     return (y_NKH * weight_NK[..., None].to(wide)).sum(1).to(x_NH.dtype)

@@ -56,7 +56,8 @@ def test_grouped_experts_in_bf16_within_the_loops_own_error() -> None:
     index = torch.rand(n, count, device="cuda")[:, : count - 1].topk(top_k).indices  # the last expert gets no token
     weight = torch.rand(n, top_k, device="cuda")
     outs = []
-    for run, dtype in ((experts_loop, torch.float64), (experts_loop, torch.bfloat16), (experts_grouped, torch.bfloat16)):
+    low = torch.bfloat16
+    for run, dtype in ((experts_loop, torch.float64), (experts_loop, low), (experts_grouped, low)):
         leaves = [t.to(dtype).requires_grad_() for t in (x, *weights)]
         out = run(*leaves, index, weight.to(dtype if dtype == torch.float64 else torch.float32), alpha=1.702, limit=7.0)
         outs.append([out, *torch.autograd.grad(out.sum(), leaves)])
