@@ -1,0 +1,54 @@
+"""What the README shows must run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import batch_of, tiny_llama
+from torch.utils.data import DataLoader
+
+import unsloth_plugins
+
+
+@pytest.mark.slow
+def test_lightning_by_hand(tmp_path: Path) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.losses = tiny_llama().train(), []
+
+        def configure_model(self) -> None:
+            self.applied = unsloth_plugins.apply(self.model, gradient_checkpointing=True, offload_min_bytes=0)
+
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss = self.model(**batch).loss
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    module = Module()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, DataLoader([batch_of(2, 9)] * 3, batch_size=None))
+    assert module.losses[-1] < module.losses[0]
+    assert module.applied.tokens_seen == 3 * 18 and module.applied.store.total_bytes > 0
+
+
+def test_relative_links_lead_somewhere() -> None:
+    import re
+
+    root = Path(__file__).parents[1]
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", (root / "README.md").read_text())
+    assert links and all((root / link).exists() for link in links)
