@@ -17,9 +17,11 @@ from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.errors import ModelError, UnsupportedError
 from unsloth_plugins.core.experts.op import resolve_implementation
 from unsloth_plugins.core.models import recognise
+from unsloth_plugins.core.models.adapters import add_missing_adapters, check_targets
 from unsloth_plugins.core.models.attention import ConfigSwap, patch_attention, why_not
 from unsloth_plugins.core.models.binding import ModelParts
-from unsloth_plugins.core.models.causal_lm import patch_experts, patch_loss, unpatch_loss
+from unsloth_plugins.core.models.causal_lm import patch_loss, unpatch_loss
+from unsloth_plugins.core.models.experts import PackedExperts, patch_experts
 from unsloth_plugins.core.offload.checkpoint import offload_checkpoint
 from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.patches import PatchSet
@@ -180,9 +182,17 @@ class Applied:
         weight: torch.Tensor = layers[0].experts.gate_up_proj  # type: ignore[union-attr,assignment]
         resolved, why = resolve_implementation(choice, weight.device, weight.dtype)
         for layer in layers:
-            assert layer.router is not None and layer.experts is not None
-            patch_experts(layer.router, layer.experts, self._patches, choice)
-        self._note("experts", "on", f"{resolved} ({why}), routing in float32, {len(layers)} layers")
+            assert layer.mlp is not None and layer.router is not None and layer.experts is not None
+            patch_experts(layer.mlp, layer.router, layer.experts, self._patches, choice)
+        kind = "packed MXFP4" if isinstance(layers[0].experts, PackedExperts) else "dense"
+        self._note("experts", "on", f"{kind}, {resolved} ({why}), routing in float32, {len(layers)} layers")
+
+    def _apply_adapters(self) -> None:
+        check_targets(self.parts)
+        added = add_missing_adapters(self.parts)
+        if added is not None:
+            self._note("adapters", "on", added)
+            logger.warning("%s", added)
 
     def _apply_loss(self) -> None:
         if self.config.loss is None:
@@ -220,6 +230,7 @@ class Applied:
     def _run(self) -> None:
         vars(self.parts.causal_lm)[_APPLIED] = self
         try:
+            self._apply_adapters()
             self._apply_attention()
             self._apply_experts()
             self._apply_loss()

@@ -22,6 +22,8 @@ from transformers import (  # noqa: E402
     PreTrainedModel,
 )
 
+torch.set_num_threads(1)  # the models are tiny: threads only get into each other's way on a busy machine
+
 
 def tiny_gpt_oss(seed: int = 0, **options: object) -> GptOssForCausalLM:
     """Random gpt-oss: window, full, window, full; sinks ~ N(0, 2); float32."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from unsloth_plugins.core.experts.matmul import ExpertLora, Weight, grouped_matmul
 from unsloth_plugins.core.layers.swiglu import clamped_swiglu
 
 
 def experts_grouped(
     x_NH: torch.Tensor,
-    gate_up_EHJ: torch.Tensor,
+    gate_up_EHJ: Weight,
     gate_up_bias_EJ: torch.Tensor,
-    down_EIH: torch.Tensor,
+    down_EIH: Weight,
     down_bias_EH: torch.Tensor,
     index_NK: torch.Tensor,
     weight_NK: torch.Tensor,
     *,
     alpha: float,
     limit: float | None,
+    gate_up_lora: Sequence[ExpertLora] = (),
+    down_lora: Sequence[ExpertLora] = (),
 ) -> torch.Tensor:
     """See ``op.experts``; J = 2 I. No atomics: each token gathers its K results and sums them in float32 or wider."""
     n_experts, top_k = gate_up_EHJ.shape[0], index_NK.shape[1]
@@ -28,9 +33,10 @@ def experts_grouped(
     sorted_MH = x_NH[order_M // top_k]
     # Biases are added in float32: their gradients are sums over tokens, which bf16 would round at every addition.
     wide = torch.promote_types(x_NH.dtype, torch.float32)
-    gate_up_MJ = torch._grouped_mm(sorted_MH, gate_up_EHJ, offs=ends_E).to(wide) + gate_up_bias_EJ.to(wide)[expert_M]
+    gate_up_MJ = grouped_matmul(sorted_MH, gate_up_EHJ, gate_up_lora, ends_E).to(wide)
+    gate_up_MJ = gate_up_MJ + gate_up_bias_EJ.to(wide)[expert_M]
     hidden_MI = clamped_swiglu(gate_up_MJ, alpha=alpha, limit=limit).to(x_NH.dtype)
-    y_MH = torch._grouped_mm(hidden_MI, down_EIH, offs=ends_E).to(wide) + down_bias_EH.to(wide)[expert_M]
+    y_MH = grouped_matmul(hidden_MI, down_EIH, down_lora, ends_E).to(wide) + down_bias_EH.to(wide)[expert_M]
     back_M = order_M.argsort()
     y_NKH = y_MH[back_M].view(*index_NK.shape, -1)
     return (y_NKH * weight_NK[..., None].to(wide)).sum(1).to(x_NH.dtype)

@@ -5,6 +5,7 @@ Shape suffixes: N tokens, H hidden size, E experts, K choices per token, I exper
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from unsloth_plugins.core.device import supports_grouped_mm
 from unsloth_plugins.core.errors import ShapeError, UnsupportedError
 from unsloth_plugins.core.experts.grouped import experts_grouped
+from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
 from unsloth_plugins.core.experts.reference import experts_loop
 
 
@@ -55,15 +57,17 @@ def resolve_implementation(
 
 def experts(
     x_NH: torch.Tensor,
-    gate_up_EHJ: torch.Tensor,
+    gate_up_EHJ: Weight,
     gate_up_bias_EJ: torch.Tensor,
-    down_EIH: torch.Tensor,
+    down_EIH: Weight,
     down_bias_EH: torch.Tensor,
     index_NK: torch.Tensor,
     weight_NK: torch.Tensor,
     *,
     alpha: float = 1.702,
     limit: float | None = 7.0,
+    gate_up_lora: Sequence[ExpertLora] = (),
+    down_lora: Sequence[ExpertLora] = (),
     implementation: Literal["reference", "grouped_mm"] = "reference",
 ) -> torch.Tensor:
     """``sum_k weight_nk * (swiglu(x_n W_gate_up[e] + b) W_down[e] + b')`` with e = index_nk, differentiable in all.
@@ -71,9 +75,10 @@ def experts(
     Args:
         x_NH: float [N, H].
         gate_up_EHJ, gate_up_bias_EJ: [E, H, 2 I] and [E, 2 I], gate and up interleaved.
-        down_EIH, down_bias_EH: [E, I, H] and [E, H].
+        down_EIH, down_bias_EH: [E, I, H] and [E, H]. Weights are dense in the dtype of ``x_NH``, or packed.
         index_NK, weight_NK: from ``top_k_routing``.
         alpha, limit: of ``clamped_swiglu``.
+        gate_up_lora, down_lora: adapters, in any floating dtype; the products are in the dtype of ``x_NH``.
 
     Returns:
         [N, H] in the dtype of ``x_NH``. The weighted sum is float32 or wider.
@@ -88,6 +93,15 @@ def experts(
             got=f"{list(x_NH.shape)} and {list(down_EIH.shape)}",
             remedy="Flatten batch and time; weights are stored [expert, in, out].",
         )
+    for name, shape, lora in (("gate_up", gate_up_EHJ.shape, gate_up_lora), ("down", down_EIH.shape, down_lora)):
+        for term in lora:
+            a, b = term.a_ErI.shape, term.b_ErO.shape
+            if a[:2] != b[:2] or (a[0], a[2], b[2]) != tuple(shape):
+                raise ShapeError(
+                    expected=f"{name} LoRA of A [{shape[0]}, r, {shape[1]}] and B [{shape[0]}, r, {shape[2]}]",
+                    got=f"{list(a)} and {list(b)}",
+                    remedy="Unfold PEFT's lora_A as (E, r, in) and its lora_B as (out, r, E).",
+                )
     run = experts_grouped if implementation == "grouped_mm" else experts_loop
     return run(
         x_NH,
@@ -99,4 +113,6 @@ def experts(
         weight_NK,
         alpha=alpha,
         limit=limit,
+        gate_up_lora=gate_up_lora,
+        down_lora=down_lora,
     )

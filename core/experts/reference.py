@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from unsloth_plugins.core.experts.matmul import ExpertLora, Weight, expert_matmul
 from unsloth_plugins.core.layers.swiglu import clamped_swiglu
 
 
 def experts_loop(
     x_NH: torch.Tensor,
-    gate_up_EHJ: torch.Tensor,
+    gate_up_EHJ: Weight,
     gate_up_bias_EJ: torch.Tensor,
-    down_EIH: torch.Tensor,
+    down_EIH: Weight,
     down_bias_EH: torch.Tensor,
     index_NK: torch.Tensor,
     weight_NK: torch.Tensor,
     *,
     alpha: float,
     limit: float | None,
+    gate_up_lora: Sequence[ExpertLora] = (),
+    down_lora: Sequence[ExpertLora] = (),
 ) -> torch.Tensor:
     """See ``op.experts``; J = 2 I. Products in the dtype of x, the weighted sum in float32 or wider."""
     wide = torch.promote_types(x_NH.dtype, torch.float32)
     out_NH = torch.zeros_like(x_NH, dtype=wide)
     for expert in index_NK.unique().tolist():
         token, slot = torch.where(index_NK == expert)
-        gate_up = x_NH[token] @ gate_up_EHJ[expert] + gate_up_bias_EJ[expert]
-        y = clamped_swiglu(gate_up, alpha=alpha, limit=limit) @ down_EIH[expert] + down_bias_EH[expert]
+        gate_up = expert_matmul(x_NH[token], gate_up_EHJ, gate_up_lora, expert) + gate_up_bias_EJ[expert]
+        hidden = clamped_swiglu(gate_up, alpha=alpha, limit=limit)
+        y = expert_matmul(hidden, down_EIH, down_lora, expert) + down_bias_EH[expert]
         out_NH = out_NH.index_add(0, token, y.to(wide) * weight_NK[token, slot, None].to(wide))
     return out_NH.to(x_NH.dtype)

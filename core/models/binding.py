@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -14,6 +14,7 @@ class LayerParts:
 
     layer: nn.Module
     attention: nn.Module | None = None
+    mlp: nn.Module | None = None
     router: nn.Module | None = None
     experts: nn.Module | None = None
 
@@ -35,7 +36,6 @@ class ModelParts:
     decoder: nn.Module
     layers: tuple[LayerParts, ...] = ()
     has_sinks: bool = False
-    notes: tuple[str, ...] = field(default=())
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from unsloth_plugins.core.experts import experts, top_k_routing
-from unsloth_plugins.core.experts.op import resolve_implementation
 from unsloth_plugins.core.loss import LazyLogits, linear_cross_entropy
 from unsloth_plugins.core.loss.op import head_cross_entropy
 from unsloth_plugins.core.patches import PatchSet
 
-_HEAD, _EXPERTS, _LOSS = "_unsloth_head", "_unsloth_experts", "_unsloth_loss"
+_HEAD, _LOSS = "_unsloth_head", "_unsloth_loss"
 
 
 @dataclass(eq=False)
@@ -202,35 +200,3 @@ def unpatch_loss(causal_lm: nn.Module) -> None:
     state: LossState | None = vars(causal_lm).get(_LOSS)
     if state is not None:
         state.head_patches.undo()
-
-
-def _router_forward(self: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    flat_NH = hidden.reshape(-1, hidden.shape[-1])
-    return top_k_routing(flat_NH, self.weight, self.bias, self.top_k)  # type: ignore[arg-type]
-
-
-def _experts_forward(
-    self: nn.Module, hidden: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
-) -> torch.Tensor:
-    flat_NH = hidden.reshape(-1, hidden.shape[-1])
-    gate_up: torch.Tensor = self.gate_up_proj  # type: ignore[assignment]
-    implementation, _ = resolve_implementation(vars(self)[_EXPERTS], hidden.device, gate_up.dtype)
-    return experts(
-        flat_NH,
-        gate_up,
-        self.gate_up_proj_bias,  # type: ignore[arg-type]
-        self.down_proj,  # type: ignore[arg-type]
-        self.down_proj_bias,  # type: ignore[arg-type]
-        router_indices,
-        routing_weights,
-        alpha=self.alpha,  # type: ignore[arg-type]
-        limit=self.limit,  # type: ignore[arg-type]
-        implementation=implementation,
-    ).view_as(hidden)
-
-
-def patch_experts(router: nn.Module, layer_experts: nn.Module, patches: PatchSet, choice: str) -> None:
-    """Route in float32 and run one layer's experts through ``core.experts``."""
-    patches.set(router, "forward", MethodType(_router_forward, router))
-    patches.set(layer_experts, _EXPERTS, choice)
-    patches.set(layer_experts, "forward", MethodType(_experts_forward, layer_experts))

@@ -1,0 +1,90 @@
+"""Products with the weights of one expert or of all, dense or packed, and their LoRA terms.
+
+Shape suffixes: M rows sorted by expert, E experts, I inputs, O outputs, r LoRA rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from unsloth_plugins.core.mxfp4.weight import PackedWeight
+
+Weight = torch.Tensor | PackedWeight
+"""[E, I, O]: dense, or packed and frozen."""
+
+_RANK_STEP = 8  # `torch._grouped_mm` wants strides of whole 16 bytes
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLora:
+    """One adapter on one projection of all experts: ``y += scaling * dropout(x) A_e^T B_e``.
+
+    Attributes:
+        a_ErI, b_ErO: down and up projections.
+        scaling: lora_alpha / r, or lora_alpha / sqrt(r) for rsLoRA.
+        dropout: probability; 0 outside training.
+    """
+
+    a_ErI: torch.Tensor
+    b_ErO: torch.Tensor
+    scaling: float
+    dropout: float = 0.0
+
+
+class _PackedProduct(torch.autograd.Function):
+    """x W with W decoded in forward and once more in backward, so that only the bytes are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_MI: torch.Tensor, weight: PackedWeight, expert: int | None, ends_E: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.weight, ctx.expert, ctx.ends_E = weight, expert, ends_E
+        dense = weight.dense(x_MI.dtype, expert)
+        return x_MI @ dense if ends_E is None else torch._grouped_mm(x_MI, dense, offs=ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        (dy_MO,) = grads
+        transposed = ctx.weight.dense(dy_MO.dtype, ctx.expert).transpose(-1, -2)
+        dx_MI = dy_MO @ transposed if ctx.ends_E is None else torch._grouped_mm(dy_MO, transposed, offs=ctx.ends_E)
+        return dx_MI, None, None, None
+
+
+def expert_matmul(x_MI: torch.Tensor, weight: Weight, lora: Sequence[ExpertLora], expert: int) -> torch.Tensor:
+    """``x W_e`` plus the LoRA terms of expert e, [M, O]."""
+    if isinstance(weight, PackedWeight):
+        y_MO = _PackedProduct.apply(x_MI, weight, expert, None)
+    else:
+        y_MO = x_MI @ weight[expert]
+    for term in lora:
+        xa_Mr = F.dropout(x_MI, term.dropout) @ term.a_ErI[expert].to(x_MI.dtype).T
+        y_MO = y_MO + (xa_Mr * term.scaling) @ term.b_ErO[expert].to(x_MI.dtype)
+    return y_MO
+
+
+def grouped_matmul(
+    x_MI: torch.Tensor, weight: Weight, lora: Sequence[ExpertLora], ends_E: torch.Tensor
+) -> torch.Tensor:
+    """The same for rows sorted by expert, in one grouped GEMM each for the base, A and B.
+
+    Args:
+        ends_E: int32, where the rows of each expert end.
+    """
+    if isinstance(weight, PackedWeight):
+        y_MO = _PackedProduct.apply(x_MI, weight, None, ends_E)
+    else:
+        y_MO = torch._grouped_mm(x_MI, weight, offs=ends_E)
+    for term in lora:
+        a_ErI, b_ErO = term.a_ErI.to(x_MI.dtype), term.b_ErO.to(x_MI.dtype)
+        if missing := -a_ErI.shape[1] % _RANK_STEP:
+            a_ErI, b_ErO = F.pad(a_ErI, (0, 0, 0, missing)), F.pad(b_ErO, (0, 0, 0, missing))
+        xa_Mr = torch._grouped_mm(F.dropout(x_MI, term.dropout), a_ErI.contiguous().transpose(-1, -2), offs=ends_E)
+        y_MO = y_MO + torch._grouped_mm(xa_Mr * term.scaling, b_ErO.contiguous(), offs=ends_E)
+    return y_MO

@@ -1,0 +1,255 @@
+"""LoRA on experts, in PEFT's own modules and file format, found or added; the computation is ``core.experts``'.
+
+PEFT wraps a parameter of the experts module in ``ParamWrapper``, ``gate_up_proj`` innermost. Its ``lora_A`` is
+[r * E, in], seen as (E, r, in), and its ``lora_B`` is [out, r * E], seen as (out, r, E): the expert runs fastest there.
+
+Source: ``peft.tuners.lora.layer.ParamWrapper.get_delta_weight`` (PEFT 0.20 to 0.21).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Collection
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from unsloth_plugins.core.errors import ConfigError, UnsupportedError
+from unsloth_plugins.core.experts import ExpertLora
+from unsloth_plugins.core.models.binding import ModelParts
+
+_FUSED = {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "gate_up_proj": "gate_up_proj",
+    "down_proj": "down_proj",
+}
+
+
+def unwrap_experts(experts: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+    """The experts module below PEFT's parameter wrappers, and the wrapper of each adapted parameter by its name."""
+    wrappers: dict[str, Any] = {}
+    while isinstance(inner := getattr(experts, "base_layer", None), nn.Module) and hasattr(experts, "parameter_name"):
+        wrappers[experts.parameter_name] = experts  # type: ignore[index]
+        experts = inner
+    return experts, wrappers
+
+
+def expert_adapters(experts: nn.Module) -> tuple[nn.Module, dict[str, tuple[ExpertLora, ...]]]:
+    """The experts module below PEFT's wrappers, and the terms that are active now on each projection.
+
+    Raises:
+        UnsupportedError: a hook sits on a wrapper, as for batches that mix adapters.
+    """
+    base, wrappers = unwrap_experts(experts)
+    lora: dict[str, tuple[ExpertLora, ...]] = {"gate_up_proj": (), "down_proj": ()}
+    for name, wrapper in wrappers.items():
+        if wrapper._forward_pre_hooks or wrapper._forward_hooks:
+            raise UnsupportedError(
+                expected="no hooks on PEFT's wrappers of the experts, whose forward is not called",
+                got=f"a hook on the wrapper of {name}",
+                remedy="Put hooks on the experts module itself; batches that mix adapters don't work with experts.",
+            )
+        if wrapper.merged:
+            if wrapper.disable_adapters:
+                wrapper.unmerge()
+            continue
+        if not wrapper.disable_adapters:
+            lora[name] = tuple(_term(wrapper, each) for each in wrapper.active_adapters if each in wrapper.lora_A)
+    return base, lora
+
+
+def _term(wrapper: Any, adapter: str) -> ExpertLora:
+    n_experts = wrapper.num_experts
+    a: torch.Tensor = wrapper.lora_A[adapter].weight
+    b: torch.Tensor = wrapper.lora_B[adapter].weight
+    dropout = wrapper.lora_dropout[adapter]
+    return ExpertLora(
+        a_ErI=a.view(n_experts, -1, a.shape[-1]),
+        b_ErO=b.view(b.shape[0], -1, n_experts).permute(2, 1, 0),
+        scaling=wrapper.scaling[adapter],
+        dropout=getattr(dropout, "p", 0.0) if dropout.training else 0.0,
+    )
+
+
+def _matches(targets: Any, key: str) -> bool:
+    """PEFT's rule: a string is a regular expression for the whole name, a collection holds names or their ends."""
+    if not targets:
+        return False
+    if isinstance(targets, str):
+        return re.fullmatch(targets, key) is not None
+    return any(key == target or key.endswith(f".{target}") for target in targets)
+
+
+def _is_all_linear(targets: Any, causal_lm: nn.Module) -> bool:
+    """Whether PEFT expanded ``"all-linear"``: the set then holds every linear layer but the head by its full name."""
+    if not targets or isinstance(targets, str):
+        return False
+    head_of: Any = getattr(causal_lm, "get_output_embeddings", lambda: None)
+    head = head_of()
+    linear = set()
+    for name, module in causal_lm.named_modules():
+        below = getattr(module, "base_layer", module)
+        if isinstance(below, nn.Linear) and module is not head and ".base_layer" not in name and ".lora_" not in name:
+            linear.add(name)
+    return len(linear) > 0 and linear <= set(targets)
+
+
+def check_targets(parts: ModelParts) -> None:
+    """Every name in ``target_modules`` of an adapter in training must match something.
+
+    Raises:
+        ConfigError: naming the target that matches nothing.
+    """
+    configs: dict[str, Any] = getattr(parts.causal_lm, "peft_config", None) or {}
+    names = [name.replace(".base_layer", "") for name, _ in parts.causal_lm.named_modules()]
+    has_experts = any(layer.experts is not None for layer in parts.layers)
+    for config in configs.values():
+        targets = getattr(config, "target_modules", None)
+        if getattr(config, "inference_mode", False) or not targets or isinstance(targets, str):
+            continue
+        for target in sorted(targets):
+            known = has_experts and target.rpartition(".")[2] in _FUSED
+            if known or any(name == target or name.endswith(f".{target}") for name in names):
+                continue
+            near = get_close_matches(target, {name.rpartition(".")[2] for name in names} | set(_FUSED), n=1)
+            raise ConfigError(
+                expected="every name in target_modules to match a module of the model",
+                got=f"{target!r}, which matches none",
+                remedy=f"Did you mean `{near[0]}`?" if near else "Remove it.",
+            )
+
+
+def _asked(config: Any, key: str, all_linear: bool, layer: int) -> set[str]:
+    """Which fused projections of the experts module named ``key`` the adapter's target_modules ask for."""
+    chosen = config.layers_to_transform
+    if chosen is not None and layer not in ([chosen] if isinstance(chosen, int) else chosen):
+        return set()
+    if all_linear:
+        named = set(_FUSED)
+    else:
+        named = {name for name in _FUSED if _matches(config.target_modules, f"{key}.{name}")}
+    named -= {name for name in named if _matches(config.exclude_modules, f"{key}.{name}")}
+    if "gate_up_proj" not in named and len(named & {"gate_proj", "up_proj"}) == 1:
+        (one,) = named & {"gate_proj", "up_proj"}
+        raise ConfigError(
+            expected="gate_proj and up_proj together: the two share one matrix per expert, and one LoRA A",
+            got=f"target_modules with {one} only",
+            remedy="Name both, or neither.",
+        )
+    return {_FUSED[name] for name in named}
+
+
+def _check_supported(config: Any) -> None:
+    wrong = {
+        "use_dora": bool(config.use_dora),
+        "lora_bias": bool(config.lora_bias),
+        "init_lora_weights": isinstance(config.init_lora_weights, str)
+        and config.init_lora_weights not in ("gaussian", "orthogonal"),
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            raise UnsupportedError(
+                expected="plain or rank-stabilised LoRA on experts",
+                got=f"{name}={getattr(config, name)!r}",
+                remedy=f"Remove {name}, or leave gate_proj, up_proj and down_proj out of target_modules.",
+            )
+
+
+def add_missing_adapters(parts: ModelParts) -> str | None:
+    """Add the expert adapters that ``target_modules`` asks for and PEFT could not create.
+
+    PEFT looks for modules, and gpt-oss's experts are parameters: ``gate_proj``, ``up_proj``, ``down_proj`` match
+    nothing there without a word, and ``"all-linear"`` passes them by. The wrappers are PEFT's, and the adapter's config
+    then names them under ``target_parameters``, so that PEFT alone can load the file.
+
+    Returns:
+        What was added, or ``None``.
+
+    Raises:
+        ConfigError: gate_proj without up_proj or the other way round.
+        UnsupportedError: DoRA or another variant on experts.
+    """
+    causal_lm = parts.causal_lm
+    configs: dict[str, Any] = getattr(causal_lm, "peft_config", None) or {}
+    names = {id(module): name for name, module in causal_lm.named_modules()}
+    notes = []
+    for adapter, config in configs.items():
+        if config.inference_mode or not hasattr(config, "use_rslora"):
+            continue
+        all_linear = _is_all_linear(config.target_modules, causal_lm)
+        wanted = []
+        for number, layer in enumerate(parts.layers):
+            if layer.mlp is None or layer.experts is None:
+                continue
+            key = names[id(layer.mlp)] + ".experts"
+            _, wrappers = unwrap_experts(layer.mlp.experts)  # type: ignore[arg-type]
+            asked = _asked(config, key, all_linear, number)
+            there = {name for name, wrapper in wrappers.items() if adapter in wrapper.lora_A}
+            wanted += [(layer.mlp, key, name) for name in ("gate_up_proj", "down_proj") if name in asked - there]
+        if not wanted:
+            continue
+        _check_supported(config)
+        for mlp, key, name in wanted:
+            _add(causal_lm, mlp, key, name, adapter, config)
+        _record(
+            config, [f"{key}.{name}" for _, key, name in wanted], sum(part.experts is not None for part in parts.layers)
+        )
+        notes.append(f"LoRA r={config.r} added to {len(wanted)} expert projections for adapter {adapter!r}")
+        if config.lora_dropout:
+            notes.append(
+                f"dropout {config.lora_dropout} is active; adapter_config.json will say 0, "
+                "because PEFT does not load expert adapters with dropout"
+            )
+            config.lora_dropout = 0.0
+    return "; ".join(notes) or None
+
+
+def _add(causal_lm: nn.Module, mlp: nn.Module, key: str, name: str, adapter: str, config: Any) -> None:
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+    from peft.utils.other import get_pattern_key
+
+    place = f"{key}.{name}"
+    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), place), config.r)
+    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), place), config.lora_alpha)
+    plain = copy.copy(config)
+    plain.lora_dropout = 0.0  # PEFT refuses it on parameters; ours is put in below
+    siblings: list[Any] = [module for module in causal_lm.modules() if isinstance(module, LoraLayer)]
+    base, wrappers = unwrap_experts(mlp.experts)  # type: ignore[arg-type]
+    wrapper = wrappers.get(name)
+    if wrapper is None:
+        below_down = name == "gate_up_proj" and "down_proj" in wrappers
+        inside: Any = base if below_down else mlp.experts
+        wrapper = ParamWrapper(inside, adapter, parameter_name=name, config=plain, r=rank, lora_alpha=alpha)
+        if below_down:
+            wrappers["down_proj"].base_layer = wrapper
+        else:
+            mlp.experts = wrapper
+    else:
+        wrapper.update_layer(adapter, rank, lora_alpha=alpha, config=plain)
+    if config.lora_dropout:
+        wrapper.lora_dropout[adapter] = nn.Dropout(config.lora_dropout)
+    dtype = torch.float32
+    for sibling in siblings:
+        if adapter in sibling.lora_A and sibling is not wrapper:
+            dtype = sibling.lora_A[adapter].weight.dtype
+            wrapper.set_adapter(sibling.active_adapters)
+            wrapper.enable_adapters(not sibling.disable_adapters)
+            break
+    for module in (wrapper.lora_A[adapter], wrapper.lora_B[adapter]):
+        module.to(dtype)
+    wrapper.train(mlp.training)
+
+
+def _record(config: Any, places: Collection[str], n_layers: int) -> None:
+    """Let the adapter's config say what it has: expert projections are parameters to PEFT, not modules."""
+    chosen = set(config.target_parameters or ())
+    for name in ("gate_up_proj", "down_proj"):
+        of_name = [place for place in places if place.endswith(f".{name}")]
+        chosen |= {f"mlp.experts.{name}"} if len(of_name) == n_layers else set(of_name)
+    config.target_parameters = sorted(chosen)
+    if isinstance(config.target_modules, (set, list, tuple)):
+        config.target_modules = {t for t in config.target_modules if t.rpartition(".")[2] not in _FUSED}

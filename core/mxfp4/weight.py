@@ -1,0 +1,90 @@
+"""Packed expert weights as ops see them, and what stands in for the dense parameter that they replace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unsloth_plugins.core.errors import UnsupportedError
+from unsloth_plugins.core.mxfp4.codec import BLOCK, check_packed, decode
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """One projection of all experts of a layer, in the checkpoint's layout.
+
+    Shape suffixes: E experts, O outputs, I inputs, R = I / 32 blocks of a row, B = 16 bytes of a block.
+
+    Attributes:
+        blocks_EORB: uint8 [E, O, R, 16].
+        scales_EOR: uint8 [E, O, R].
+    """
+
+    blocks_EORB: torch.Tensor
+    scales_EOR: torch.Tensor
+
+    def __post_init__(self) -> None:
+        check_packed(self.blocks_EORB, self.scales_EOR)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[E, I, O], that of the dense parameter."""
+        experts, outputs, rows = self.scales_EOR.shape
+        return torch.Size((experts, rows * BLOCK, outputs))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are."""
+        return self.blocks_EORB.device
+
+    def dense(self, dtype: torch.dtype, expert: int | None = None) -> torch.Tensor:
+        """Decoded weights [E, I, O], or [I, O] of one expert: a transposed view of new memory."""
+        blocks, scales = self.blocks_EORB, self.scales_EOR
+        if expert is not None:
+            blocks, scales = blocks[expert], scales[expert]
+        if blocks.is_cuda and dtype in (torch.bfloat16, torch.float16, torch.float32):
+            from unsloth_plugins.core.mxfp4.kernel import decode_triton  # needs triton: only where it runs
+
+            out = torch.empty((*scales.shape[:-1], scales.shape[-1] * BLOCK), dtype=dtype, device=blocks.device)
+            decoded = decode_triton(blocks.contiguous(), scales.contiguous(), out)
+        else:
+            decoded = decode(blocks, scales, dtype)
+        return decoded.transpose(-1, -2)
+
+
+class LogicalParameter(torch.Tensor):
+    """Has the shape, dtype and device of the dense parameter that packed bytes stand for, and no memory.
+
+    PEFT reads these to size its adapters. Anything that would read or write numbers raises ``UnsupportedError``.
+    """
+
+    _READ_ONLY = frozenset(
+        {"size", "dim", "ndimension", "numel", "element_size", "is_floating_point", "is_complex", "requires_grad_"}
+        | {"__repr__", "__format__", "__hash__", "__len__", "get_device", "is_contiguous", "stride", "data_ptr"}
+    )
+
+    @classmethod
+    def of(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> LogicalParameter:
+        """A stand-in; one number is allocated."""
+        return torch.zeros((), dtype=dtype, device=device).expand(shape).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__") or name in cls._READ_ONLY:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise UnsupportedError(
+            expected="an operation that needs only the shape, dtype or device of packed MXFP4 experts",
+            got=f"`{name}` on their numbers",
+            remedy="Adapters can't be merged into packed weights in place: keep them as adapters, "
+            "or load the base model in 16 bits and merge there.",
+        )
