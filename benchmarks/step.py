@@ -1,128 +1,190 @@
-"""One training step of gpt-oss at true size, random weights, LoRA on attention: transformers alone against the patch.
+"""One training step of gpt-oss at true size, LoRA on all linear layers, batch 1, against its peers.
 
-    python benchmarks/step.py --ctx 2048,4096 --json FILE      (needs one CUDA device; 20b takes 42 GiB to build)
-
-Per length: one warm-up step, whose loss and gradient norm are reported, then the median of the timed ones. The
-learning rate is zero, so every row sees the same weights.
+Every implementation runs in a process of its own from the same checkpoint of random weights; repeats are interleaved
+and medians reported. The learning rate is zero, so every step sees the same weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import os
 import statistics
+import subprocess
 import sys
-import time
-from datetime import date
-from importlib.metadata import version
+import tempfile
 from pathlib import Path
+from typing import Any
 
-import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GptOssConfig
+from benchmarks import rows
+from benchmarks.models import SIZES, config_of, write_checkpoint
+from benchmarks.worker import BUILDERS, MARK, POLICIES
 
-import unsloth_plugins
-
-
-def build(layers: int) -> torch.nn.Module:
-    """gpt-oss-20b with ``layers`` of its 24 layers, bf16, on the device, checkpointed."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        base = AutoModelForCausalLM.from_config(GptOssConfig(num_hidden_layers=layers, num_local_experts=32))
-    torch.set_default_dtype(torch.float32)
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    model = get_peft_model(base, LoraConfig(r=32, lora_alpha=32, target_modules=targets))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
-    return model.train()
+_COLUMNS = ("impl", "ctx", "peak_gib", "reserved_gib", "host_gib", "step_s", "tok_s", "loss", "grad_norm")
 
 
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> tuple[float, float]:
-    """Loss and gradient norm of one whole step."""
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.item(), norm.item()
-
-
-def measure(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ctx: int, repeats: int) -> dict[str, object]:
-    """One row; ``oom`` where it does not fit under the cap."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    ids = torch.randint(0, 200_000, (1, ctx), device="cuda", generator=torch.Generator("cuda").manual_seed(ctx))
-    try:
-        loss, norm = step(model, optimizer, ids)
-        seconds = []
-        for _ in range(repeats):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            step(model, optimizer, ids)
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started)
-    except torch.OutOfMemoryError:
-        optimizer.zero_grad(set_to_none=True)
-        return {"ctx": ctx, "oom": True}
-    median = statistics.median(seconds)
-    return {
-        "ctx": ctx,
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-        "step_s": round(median, 3),
-        "tok_s": round(ctx / median),
-        "loss": loss,
-        "grad_norm": norm,
-    }
-
-
-def main() -> int:
-    """Measure the stock model, then the same one patched, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ctx", default="2048,4096,8192", help="lengths in tokens (%(default)s)")
-    parser.add_argument("--layers", type=int, default=24)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", choices=sorted(SIZES), default="gpt-oss-20b")
+    parser.add_argument("--weights", choices=("mxfp4", "bf16"), default="mxfp4")
+    parser.add_argument("--ctx", default="2048,8192", help="lengths in tokens (%(default)s)")
     parser.add_argument("--cap-gib", type=float, default=79.0, help="memory cap (%(default)s, an 80 GB card)")
+    parser.add_argument("--policy", choices=sorted(POLICIES), default="auto")
+    parser.add_argument("--lora-rank", type=int, default=32)
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--routing", choices=("balanced", "skewed"), default="balanced")
+    parser.add_argument("--optimizer", choices=("adamw_8bit", "adamw"), default="adamw_8bit")
+    parser.add_argument("--peers", default="", help=f"any of {', '.join(sorted(set(BUILDERS) - {'ours'}))}")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--checkpoint", type=Path, help="keep the random weights here, and use them if they are there")
+    parser.add_argument("--peer-path", help="PYTHONPATH of the Unsloth peers, where they are not installed")
+    parser.add_argument("--commit", help="shown in the rows (default: git's)")
     parser.add_argument("--json", type=Path, help="write the rows here")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("expected a CUDA device; got none. This benchmark measures device memory.")
-    total = torch.cuda.get_device_properties(0).total_memory / 2**30
-    torch.cuda.set_per_process_memory_fraction(min(1.0, options.cap_gib / total))
-    model = build(options.layers)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=0.0)
-    common = {
-        "bench": "step",
-        "model": "gpt-oss-20b",
-        "weights": "bf16",
-        "layers": options.layers,
-        "lora": "r=32 on q,k,v,o",
-        "trainable_params": sum(p.numel() for p in trainable),
-        "optimizer": "adamw",
+
+
+class Worker:
+    """A child process that holds one implementation."""
+
+    def __init__(self, impl: str, options: dict[str, Any], peer_path: str | None, log: Path) -> None:
+        self.impl = impl
+        environment = dict(os.environ, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", UNSLOTH_DISABLE_STATISTICS="1")
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        if impl.startswith("unsloth") and peer_path:
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (peer_path, environment.get("PYTHONPATH"))))
+        self._log = log.open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.worker", json.dumps(options | {"impl": impl})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+            cwd=Path(__file__).parent.parent,
+        )
+        self.about = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                answer: dict[str, Any] = json.loads(line[len(MARK) :])
+                return answer
+            self._log.write(line)
+        return {"error": f"the process ended with status {self._process.wait()}"}
+
+    def ask(self, ctx: int, warm_up: bool) -> dict[str, Any]:
+        """One measurement."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"ctx": ctx, "warm_up": warm_up}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._log.close()
+
+
+def _measure(workers: list[Worker], lengths: list[int], repeats: int, head: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of implementations that take turns on the card."""
+    out = []
+    alive = {worker.impl for worker in workers}
+    for ctx in lengths:
+        answers: dict[str, list[dict[str, Any]]] = {worker.impl: [] for worker in workers}
+        for repeat in range(repeats):
+            for worker in workers:
+                if worker.impl in alive:
+                    answers[worker.impl].append(worker.ask(ctx, warm_up=repeat == 0))
+                    if {"oom", "error"} & answers[worker.impl][-1].keys():
+                        alive.discard(worker.impl)  # a longer one will not fit either
+        for worker in workers:
+            got = answers[worker.impl]
+            if not got:
+                continue
+            row = head | {"impl": worker.impl, "ctx": ctx}
+            if worker.impl == "transformers":
+                row["weights"] = "bf16"  # it can't train packed ones
+            row |= {key: worker.about[key] for key in ("trainable_params", "backend")}
+            failed = next((each for each in got if {"oom", "error"} & each.keys()), None)
+            if failed is not None:
+                out.append(row | failed)
+                continue
+            seconds = statistics.median(each["step_s"] for each in got)
+            row |= {key: max(each[key] for each in got) for key in ("peak_gib", "reserved_gib", "host_gib")}
+            row |= {"step_s": round(seconds, 4), "tok_s": round(ctx / seconds, 1), "repeats": repeats}
+            out.append(row | {"loss": got[0]["loss"], "grad_norm": got[0]["grad_norm"]})
+            print(rows.table(out[-1:], _COLUMNS), flush=True)
+    return out
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write or find the checkpoint, start the processes, print a table."""
+    peers = [name for name in options.peers.split(",") if name]
+    for name in peers:
+        if name not in BUILDERS or name == "ours":
+            sys.exit(f"--peers: expected any of {', '.join(sorted(set(BUILDERS) - {'ours'}))}; got {name!r}.")
+    lengths = [int(ctx) for ctx in options.ctx.split(",")]
+    head = rows.common("step", options.commit)
+    head |= {
+        "model": options.model,
+        "weights": options.weights,
+        "layers": config_of(options.model, options.layers).num_hidden_layers,
+        "lora_rank": options.lora_rank,
+        "optimizer": options.optimizer,
+        "policy": options.policy,
+        "routing": options.routing,
         "cap_gib": options.cap_gib,
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "peft", "unsloth-plugins")},
-        "date": date.today().isoformat(),
     }
-    rows = []
-    for name in ("transformers", "ours"):
-        if name == "ours":
-            print(unsloth_plugins.apply(model).report(), flush=True)
-        for ctx in map(int, options.ctx.split(",")):
-            rows.append({**common, "impl": name, **measure(model, optimizer, ctx, options.repeats)})
-            if options.json:
-                options.json.write_text(json.dumps(rows, indent=1) + "\n")
-            if rows[-1].get("oom"):
-                break
-    print(common)
-    for row in rows:
-        print(*(row.get(key, "oom") for key in ("impl", "ctx", "peak_gib", "reserved_gib", "step_s", "tok_s", "loss")))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.checkpoint or Path(scratch) / "model"
+        if not (folder / "config.json").is_file():
+            write_checkpoint(folder, options.model, options.layers, options.routing)
+        packed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        settings = {
+            "path": str(folder),
+            "weights": options.weights,
+            "rank": options.lora_rank,
+            "policy": options.policy,
+            "optimizer": options.optimizer,
+            "cap_gib": options.cap_gib,
+            "longest": max(lengths),
+        }
+        logs = options.json.parent if options.json else Path(scratch)
+        logs.mkdir(parents=True, exist_ok=True)
+        out: list[dict[str, Any]] = []
+        # transformers holds 16-bit weights: beside the others it would not leave them the capped memory.
+        phases = [[name] for name in peers if name == "transformers"]
+        phases.append(["ours", *(name for name in peers if name != "transformers")])
+        for phase in phases:
+            workers = []
+            for name in phase:
+                worker = Worker(name, settings, options.peer_path, logs / f"{name}.log")
+                if "error" in worker.about:
+                    out.append(head | {"impl": name} | worker.about)
+                    print(name, worker.about["error"], flush=True)
+                    continue
+                workers.append(worker)
+                if "load" in worker.about:
+                    load = rows.common("load", options.commit) | {"impl": name, "model": options.model}
+                    load |= {"weights": options.weights, "packed_gib": round(packed / 2**30, 3)}
+                    out.append(load | worker.about["load"])
+            out += _measure(workers, lengths, options.repeats, head)
+            rows.write(out, options.json)
+            for worker in workers:
+                worker.close()
+    steps = [row for row in out if row["bench"] == "step"]
+    counts = {row["impl"]: row["trainable_params"] for row in steps if "trainable_params" in row}
+    if len(set(counts.values())) > 1:
+        print("The numbers of trainable parameters differ:", counts)
+    print({key: head[key] for key in head if key != "bench"})
+    for row in out:
+        if row["bench"] == "load":
+            print("load", {key: row[key] for key in ("impl", "packed_gib", "peak_gib", "reserved_gib", "load_s")})
+    print(rows.table(steps, _COLUMNS))
+    return int(any("error" in row for row in steps))

@@ -53,7 +53,7 @@ class PackedMxfp4Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        _replace_experts(model)
+        replace_experts(model)
         if checkpoint_files:
             check_checkpoint(model, checkpoint_files)
 
@@ -83,7 +83,8 @@ def _experts_of(model: nn.Module) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _replace_experts(model: nn.Module) -> None:
+def replace_experts(model: nn.Module) -> None:
+    """Put uninitialised ``PackedExperts`` in the place of a gpt-oss's dense experts, on the same device."""
     for mlp, dense in _experts_of(model):
         n_experts, hidden_size, twice = dense.gate_up_proj.shape
         for name, size in (("hidden_size", hidden_size), ("intermediate_size", twice // 2)):
@@ -163,7 +164,7 @@ def pack_experts(model: Any) -> Any:
             remedy="Pack before PEFT wraps the model, and once.",
         )
     dense_experts = [dense for _, dense in pairs]
-    _replace_experts(model)
+    replace_experts(model)
     for (mlp, _), dense in zip(pairs, dense_experts, strict=True):
         with torch.no_grad():
             for name in PROJECTIONS:

@@ -1,0 +1,1 @@
+"""Measurements of speed and memory. ``python -m benchmarks --help`` lists them; results lie in ``results/``."""

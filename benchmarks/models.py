@@ -1,0 +1,101 @@
+"""gpt-oss checkpoints of true size with random weights, in the published packed layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
+
+from unsloth_plugins.core.mxfp4.quantizer import PackedMxfp4Config, replace_experts
+
+SIZES: dict[str, dict[str, int]] = {
+    "gpt-oss-20b": dict(num_hidden_layers=24, num_local_experts=32),
+    "gpt-oss-120b": dict(num_hidden_layers=36, num_local_experts=128),
+    "tiny": dict(
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=512,
+    ),
+}
+_SCALE = 120  # 2 ** -7 times codes up to 6: a standard deviation near 0.02
+_SKEW = 3.0  # bias of the first expert over the last one's, for skewed routing
+
+
+def config_of(model: str, layers: int | None) -> GptOssConfig:
+    """The config of ``model``, with fewer layers where asked."""
+    size = dict(SIZES[model])
+    if layers:
+        size["num_hidden_layers"] = layers
+    return GptOssConfig(**size, bos_token_id=0, pad_token_id=1, eos_token_id=2)
+
+
+def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str) -> int:
+    """Write random weights, one file a layer, with config and a byte-level tokenizer.
+
+    Args:
+        folder: is created.
+        model: a key of ``SIZES``.
+        layers: number of layers, ``None`` for all.
+        routing: ``"balanced"`` (random router) or ``"skewed"`` (some experts get several times the tokens).
+
+    Returns:
+        Bytes of all tensors.
+    """
+    folder.mkdir(parents=True)
+    config = config_of(model, layers)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draw = torch.Generator(device).manual_seed(0)
+    with torch.device("meta"):
+        skeleton = GptOssForCausalLM(config)
+        replace_experts(skeleton)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in skeleton.named_parameters():
+        part = name.split(".")[2] if ".layers." in name else "rest"
+        files.setdefault(part, {})[name] = parameter
+    index: dict[str, str] = {}
+    total = 0
+    for part, parameters in files.items():
+        file = f"model-{part}.safetensors"
+        tensors = {name: _random(name, p, routing, draw, device) for name, p in parameters.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(tensors, file)
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    )
+    config.dtype, config.architectures = torch.bfloat16, ["GptOssForCausalLM"]
+    config.quantization_config = PackedMxfp4Config(["model.layers.*.self_attn", "lm_head"]).to_dict()
+    config.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return total
+
+
+def _random(name: str, like: torch.Tensor, routing: str, draw: torch.Generator, device: str) -> torch.Tensor:
+    if name.endswith("_blocks"):
+        return torch.randint(0, 256, like.shape, dtype=torch.uint8, device=device, generator=draw).cpu()
+    if name.endswith("_scales"):
+        return torch.full(like.shape, _SCALE, dtype=torch.uint8)
+    if "norm" in name:
+        return torch.ones(like.shape, dtype=torch.bfloat16)
+    if name.endswith("router.bias") and routing == "skewed":
+        return torch.linspace(_SKEW, 0, like.shape[0]).to(torch.bfloat16)
+    return (torch.randn(like.shape, device=device, generator=draw) * 0.02).to(torch.bfloat16).cpu()
+
+
+def _tokenizer() -> Any:
+    alphabet = {"<s>": 0, "<pad>": 1, "</s>": 2}
+    alphabet |= {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 3)}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")

@@ -1,0 +1,236 @@
+"""One implementation in a process of its own: builds the model, then measures one step whenever it is told to.
+
+Reads one JSON request a line from standard input, answers with one line that starts with ``MARK``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import sys
+import time
+import traceback
+import zlib
+from pathlib import Path
+from typing import Any
+
+MARK = "@row "
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+POLICIES: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "min_memory": {"offload": True, "loss_chunk_mib": 64},
+    "offload_all": {"offload": True, "offload_min_bytes": 0},
+}
+
+
+def _ours(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    import unsloth_plugins
+    from unsloth_plugins.core.mxfp4 import load_mxfp4
+
+    device_map = {"": 0} if torch.cuda.is_available() else None
+    started = time.perf_counter()
+    if options["weights"] == "mxfp4":
+        base = load_mxfp4(options["path"], device_map=device_map)
+    else:
+        base = _dequantised(options["path"], device_map)
+    load = _memory() | {"load_s": round(time.perf_counter() - started, 1)}
+    model = get_peft_model(base, LoraConfig(r=options["rank"], lora_alpha=options["rank"], target_modules=TARGETS))
+    _checkpointed(model)
+    applied = unsloth_plugins.apply(model, **POLICIES[options["policy"]])
+    print(applied.report(), file=sys.stderr, flush=True)
+    _deterministic_adapters(model)
+    backend = next((row.detail for row in applied.rows if row.feature == "attention"), "")
+    return model, {"load": load, "backend": backend}
+
+
+def _transformers(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    base = _dequantised(options["path"], {"": 0} if torch.cuda.is_available() else None)
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(
+        r=options["rank"], lora_alpha=options["rank"], target_modules=TARGETS[:4], target_parameters=parameters
+    )
+    model = get_peft_model(base, config)
+    _checkpointed(model)
+    _deterministic_adapters(model)
+    return model, {"backend": "eager"}
+
+
+def _unsloth(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    import unsloth  # noqa: F401  # must come before torch
+    import torch
+    from unsloth import FastLanguageModel
+
+    model, _ = FastLanguageModel.from_pretrained(
+        model_name=options["path"],
+        max_seq_length=options["longest"],
+        dtype=torch.bfloat16,
+        load_in_4bit=options["weights"] == "mxfp4",
+        local_files_only=True,
+        **({"unsloth_tiled_mlp": True} if options["impl"] == "unsloth_tiled" else {}),
+    )
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=options["rank"],
+        lora_alpha=options["rank"],
+        target_modules=TARGETS,
+        use_gradient_checkpointing="unsloth",
+        random_state=1,
+    )
+    FastLanguageModel.for_training(model)
+    return model, {"backend": "its own"}
+
+
+BUILDERS = {"ours": _ours, "transformers": _transformers, "unsloth": _unsloth, "unsloth_tiled": _unsloth}
+
+
+def _dequantised(path: str, device_map: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    config = Mxfp4Config(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=config, dtype=torch.bfloat16, device_map=device_map
+    )
+
+
+def _checkpointed(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    model.train()
+
+
+def _deterministic_adapters(model: Any) -> None:
+    """Fill the adapters by their names, so that implementations with PEFT's names see the same ones."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                draw = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+                parameter.normal_(std=0.01, generator=draw)
+
+
+def _memory() -> dict[str, float]:
+    import torch
+
+    host = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+    if not torch.cuda.is_available():
+        return {"peak_gib": host, "reserved_gib": host, "host_gib": host}
+    return {
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
+        "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3),
+        "host_gib": host,
+    }
+
+
+class Stepper:
+    """A model with an optimizer of learning rate zero: every step does the full work and sees the same weights."""
+
+    def __init__(self, model: Any, optimizer: str) -> None:
+        import torch
+
+        self.torch, self.model = torch, model
+        self.device = next(model.parameters()).device
+        self.trainable = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = _optimizer(optimizer, self.trainable)
+
+    def step(self, ctx: int, *, norm: bool = False) -> tuple[float, float | None]:
+        """One whole step on ``ctx`` random tokens; loss and, where asked, the gradient's norm."""
+        torch = self.torch
+        draw = torch.Generator(self.device).manual_seed(ctx)
+        highest = min(200_000, self.model.config.vocab_size)
+        ids = torch.randint(3, highest, (1, ctx), device=self.device, generator=draw)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        length = None
+        if norm:
+            norms = [p.grad.float().norm() for p in self.trainable if p.grad is not None]
+            length = torch.stack(norms).norm().item()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item(), length
+
+    def measure(self, ctx: int, warm_up: bool) -> dict[str, Any]:
+        """Seconds of one step; the first time at a length, warm up and report loss, norm and memory."""
+        torch = self.torch
+        cuda = self.device.type == "cuda"
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        answer: dict[str, Any] = {}
+        try:
+            if warm_up:
+                answer["loss"], answer["grad_norm"] = self.step(ctx, norm=True)
+                gc.collect()
+                if cuda:
+                    torch.cuda.reset_peak_memory_stats()
+            if cuda:
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            self.step(ctx)
+            if cuda:
+                torch.cuda.synchronize()
+            answer["step_s"] = time.perf_counter() - started
+            answer |= _memory()
+        except torch.OutOfMemoryError:
+            answer["oom"] = True
+            self.optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()  # the other implementations share this card and take turns
+        return answer
+
+
+def _optimizer(name: str, parameters: Any) -> Any:
+    if name == "adamw_8bit":
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(parameters, lr=0.0)
+    import torch
+
+    return torch.optim.AdamW(parameters, lr=0.0, fused=parameters[0].is_cuda)
+
+
+def main() -> None:
+    """Serve requests until standard input ends."""
+    options = json.loads(sys.argv[1])
+    if options["impl"].startswith("unsloth"):
+        import unsloth  # noqa: F401  # must come before torch
+    import torch
+
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory / 2**30
+        torch.cuda.set_per_process_memory_fraction(min(1.0, options["cap_gib"] / total))
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    try:
+        model, about = BUILDERS[options["impl"]](options)
+        stepper = Stepper(model, options["optimizer"])
+        about["trainable_params"] = sum(p.numel() for p in stepper.trainable)
+        answer = about
+    except Exception as error:
+        traceback.print_exc()
+        answer = {"error": repr(error)[:500]}
+    print(MARK + json.dumps(answer), flush=True)
+    if "error" in answer:
+        return
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = stepper.measure(request["ctx"], request["warm_up"])
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": repr(error)[:500]}
+        print(MARK + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
