@@ -63,8 +63,8 @@ def _transformers(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _unsloth(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    import unsloth  # noqa: F401  # must come before torch
     import torch
+    import unsloth  # noqa: F401  # must come before torch
     from unsloth import FastLanguageModel
 
     model, _ = FastLanguageModel.from_pretrained(

@@ -20,7 +20,7 @@ from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import add_missing_adapters, check_targets
 from unsloth_plugins.core.models.attention import ConfigSwap, patch_attention, why_not
 from unsloth_plugins.core.models.binding import ModelParts
-from unsloth_plugins.core.models.causal_lm import patch_loss, unpatch_loss
+from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
 from unsloth_plugins.core.models.experts import PackedExperts, patch_experts
 from unsloth_plugins.core.offload.checkpoint import offload_checkpoint
 from unsloth_plugins.core.offload.host import HostStore
@@ -75,6 +75,8 @@ class Applied:
     def report(self) -> str:
         """A table of what was changed, what was left alone, and why."""
         self.sync_checkpointing()
+        if self.tokens_seen and chunked_losses(self.parts.causal_lm) == 0:
+            self._note("loss", "left alone", "the trainer or the model computes its own, past the chunked one")
         name = type(self.parts.causal_lm).__name__
         width = max(len(row.feature) for row in self.rows)
         lines = [f"unsloth-plugins on {name} (binding: {self.parts.binding})"]
@@ -163,6 +165,8 @@ class Applied:
                     remedy="Use attention='auto' or None.",
                 )
             self._note("attention", "left alone", reason)
+            if self.parts.has_sinks:
+                logger.warning("Attention with sinks is left alone: %s. Packed documents may see each other.", reason)
             return
         self._configs = patch_attention(self.parts, self._patches)
         self._note("attention", "on", "reference sink attention, linear memory, packed documents kept apart")
@@ -198,7 +202,8 @@ class Applied:
         if self.config.loss is None:
             self._note("loss", "left alone", "switched off in the config")
             return
-        reason = patch_loss(self.parts.causal_lm, self._patches, self.config.loss_chunk_mib)
+        explicit = self.config.loss == "chunked"
+        reason = patch_loss(self.parts.causal_lm, self._patches, self.config.loss_chunk_mib, explicit=explicit)
         if reason is None:
             self._note("loss", "on", f"chunked cross entropy, {self.config.loss_chunk_mib} MiB of logits at a time")
         elif self.config.loss == "chunked":

@@ -52,7 +52,6 @@ class Result:
     name: str
     losses: list[float]
     seconds: float
-    peak_gib: float = math.nan
     perplexity: tuple[float, float] | None = None
     logs: list[dict[str, float]] = field(default_factory=list)
 
@@ -123,16 +122,13 @@ def fine_tune(
     if ours:
         console.print(callbacks[0].applied.report())
     before = math.exp(trainer.evaluate()["eval_loss"]) if held_out else math.nan
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume or None)
     seconds = time.perf_counter() - started
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else math.nan
     after = math.exp(trainer.evaluate()["eval_loss"]) if held_out else math.nan
     logs = [log for log in trainer.state.log_history if "loss" in log]
     perplexity = (before, after) if held_out else None
-    return Result(name, [log["loss"] for log in logs], seconds, peak, perplexity, logs), model
+    return Result(name, [log["loss"] for log in logs], seconds, perplexity, logs), model
 
 
 def adapted(make: Any, rank: int, targets: Any) -> Any:
@@ -150,7 +146,7 @@ def pretrained_job(options: argparse.Namespace, device: torch.device) -> list[Re
     source = options.model or str(smollm2_dir())
     texts = read_texts(options.data) if options.data else [path.read_text() for path in sotu_texts()[::20]]
     tokenizer = AutoTokenizer.from_pretrained(source)
-    rows = windows(texts, tokenizer, options.ctx, options.steps + 4)
+    rows = windows(texts, tokenizer, options.ctx, max(options.steps, 4) + 4)
     if len(rows) < 8:
         sys.exit(
             f"--data: expected at least 8 windows of {options.ctx} tokens; got {len(rows)}. "

@@ -62,7 +62,7 @@ def expert_matmul(x_MI: torch.Tensor, weight: Weight, lora: Sequence[ExpertLora]
     if isinstance(weight, PackedWeight):
         y_MO = _PackedProduct.apply(x_MI, weight, expert, None)
     else:
-        y_MO = x_MI @ weight[expert]
+        y_MO = x_MI @ weight[expert].to(x_MI.dtype)
     for term in lora:
         xa_Mr = F.dropout(x_MI, term.dropout) @ term.a_ErI[expert].to(x_MI.dtype).T
         y_MO = y_MO + (xa_Mr * term.scaling) @ term.b_ErO[expert].to(x_MI.dtype)

@@ -51,10 +51,11 @@ class LazyLogits(torch.Tensor):
         return logits
 
     def materialize(self) -> torch.Tensor:
-        """The logits themselves, computed once."""
-        if self._real is None:
-            self._real = self.transform(self.head(self.hidden)).to(self.dtype)
-        return self._real
+        """The logits themselves, computed once; once more where they were first read without gradients."""
+        real = self._real
+        if real is None or (torch.is_grad_enabled() and self.hidden.requires_grad and not real.requires_grad):
+            self._real = real = self.transform(self.head(self.hidden)).to(self.dtype)
+        return real
 
     def _then(self, step: Transform, dtype: torch.dtype | None = None) -> LazyLogits:
         return LazyLogits(self.hidden, self.head, self.shape[-1], dtype or self.dtype, (*self.steps, step))

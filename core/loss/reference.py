@@ -49,6 +49,8 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
     Gradients are formed in forward, chunk by chunk, so backward only multiplies them by the incoming scalar: the head
     runs once. The logits and their gradient have the dtype of hidden and weight as in the unchunked computation, the
     softmax and the sum over tokens are float32 (float64 for float64), and a trainable head's dW is accumulated in it.
+    In float16 the gradients wait without the factors (1 / tokens, and a gradient scaler's), which would underflow or
+    overflow there.
     """
 
     @staticmethod
@@ -66,6 +68,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
         accumulate: torch.dtype,
     ) -> torch.Tensor:
         wants = ctx.needs_input_grad[:3]
+        unscaled = hidden_NH.dtype == torch.float16
         rule = (ignore_index, label_smoothing, any(wants))
         loss = hidden_NH.new_zeros((), dtype=accumulate)
         d_hidden_NH = torch.empty_like(hidden_NH) if wants[0] else None
@@ -86,21 +89,32 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
             loss += part
             if grad_CV is None:
                 continue
-            grad_CV = (grad_CV * scale).to(raw_CV.dtype)
+            grad_CV = (grad_CV if unscaled else grad_CV * scale).to(raw_CV.dtype)
             if d_hidden_NH is not None:
                 d_hidden_NH[rows] = grad_CV @ weight_VH
             if d_weight_VH is not None:
                 d_weight_VH += grad_CV.T @ hidden_NH[rows]
             if d_bias_V is not None:
                 d_bias_V += grad_CV.sum(0, dtype=accumulate)
-        ctx.save_for_backward(
-            d_hidden_NH,
-            None if d_weight_VH is None else d_weight_VH.to(weight_VH.dtype),
-            None if d_bias_V is None or bias_V is None else d_bias_V.to(bias_V.dtype),
-        )
+        if not unscaled:
+            d_weight_VH = None if d_weight_VH is None else d_weight_VH.to(weight_VH.dtype)
+            d_bias_V = None if d_bias_V is None or bias_V is None else d_bias_V.to(bias_V.dtype)
+        ctx.save_for_backward(d_hidden_NH, d_weight_VH, d_bias_V, scale if unscaled else None)
+        ctx.tokens = tokens
         return loss * scale
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return *(None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors), *[None] * 7
+        *grads, scale = ctx.saved_tensors
+        if scale is None:
+            return *(None if g is None else g * grad.to(g.dtype) for g in grads), *[None] * 7
+        return *(None if g is None else _times(g, grad.to(scale.dtype) * scale, ctx.tokens) for g in grads), *[None] * 7
+
+
+def _times(x: torch.Tensor, factor: torch.Tensor, rows: int) -> torch.Tensor:
+    """x * factor in float16, multiplied in the factor's wider dtype some rows at a time."""
+    out = torch.empty_like(x, dtype=torch.float16)
+    for part, target in zip(x.split(rows), out.split(rows), strict=True):
+        target.copy_(part * factor if part.dtype == factor.dtype else part.to(factor.dtype) * factor)
+    return out

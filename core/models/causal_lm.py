@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.loss import LazyLogits, linear_cross_entropy
 from unsloth_plugins.core.loss.op import head_cross_entropy
 from unsloth_plugins.core.patches import PatchSet
@@ -27,30 +28,57 @@ _HEAD, _LOSS = "_unsloth_head", "_unsloth_loss"
 
 @dataclass(eq=False)
 class HeadState:
-    """On the output embedding. ``active`` while the model runs with labels."""
+    """On the output embedding. ``active`` while the model runs with labels, ``running`` inside ``previous``."""
 
     active: bool = False
     previous: Callable[..., Any] | None = None
+    running: bool = False
 
 
 @dataclass(eq=False)
 class LossState:
-    """On the causal LM: the size of the loss's chunks, the head that is patched, and the forward that was there."""
+    """On the causal LM: the size of the loss's chunks, the head that is patched, and the forward that was there.
+
+    ``calls`` counts the losses computed in chunks; with ``explicit`` a labelled forward without one is an error.
+    """
 
     chunk_mib: int
     head: nn.Module
     head_patches: PatchSet
     previous_loss: Callable[..., torch.Tensor]
     previous_forward: Callable[..., Any] | None
+    explicit: bool
+    running: bool = False
+    calls: int = 0
+
+
+def _through(state: HeadState | LossState, previous: Callable[..., Any] | None, module: nn.Module, *args, **kwargs):  # type: ignore[no-untyped-def]
+    """What was there before: ``previous``, or the class's forward.
+
+    ``previous`` may be a trainer's wrapper around a replacement of ours that ``undo`` had to leave to its owner. That
+    one finds ``running`` set when it is reached again, and goes to the class.
+    """
+    if previous is None or state.running:
+        return type(module).forward(module, *args, **kwargs)
+    state.running = True
+    try:
+        return previous(*args, **kwargs)
+    finally:
+        state.running = False
 
 
 def _plain_head(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """The head's own forward, past our replacement."""
     state = vars(head).get(_HEAD)
-    if state is not None and state.previous is not None:
-        return state.previous(hidden)
-    plain: Callable[..., torch.Tensor] = type(head).forward
-    return plain(head, hidden)
+    if state is None:
+        state = HeadState()
+    return _through(state, state.previous, head, hidden)  # type: ignore[no-any-return]
+
+
+def _captured_head(head: nn.Module, autocast: bool, dtype: torch.dtype, hidden: torch.Tensor) -> torch.Tensor:
+    """The head under the autocast state in which the model called it."""
+    with torch.autocast(hidden.device.type, dtype=dtype if autocast else None, enabled=autocast):
+        return _plain_head(head, hidden)
 
 
 def _head_forward(self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -58,11 +86,12 @@ def _head_forward(self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: A
     if state is None:
         return type(self).forward(self, hidden, *args, **kwargs)
     if not state.active or args or kwargs:
-        return (state.previous or MethodType(type(self).forward, self))(hidden, *args, **kwargs)
+        return _through(state, state.previous, self, hidden, *args, **kwargs)  # type: ignore[no-any-return]
     device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     n_vocab: int = getattr(self, "out_features", None) or self.weight.shape[0]  # type: ignore
-    return LazyLogits(hidden, functools.partial(_plain_head, self), n_vocab, dtype)
+    return LazyLogits(hidden, functools.partial(_captured_head, self, autocast, dtype), n_vocab, dtype)
 
 
 def _linear_of(head: nn.Module) -> nn.Linear | None:
@@ -101,6 +130,7 @@ def _loss(
             shift_labels=shift_labels,
             **kwargs,
         )
+    state.calls += 1
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     hidden_NH = logits.hidden.reshape(-1, logits.hidden.shape[-1])
@@ -138,9 +168,9 @@ def _forward_with_lazy_head(class_forward: Callable[..., Any]) -> Callable[..., 
     @functools.wraps(class_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: LossState | None = vars(self).get(_LOSS)
-        if state is None:
+        if state is None or state.running:
             return type(self).forward(self, *args, **kwargs)
-        run = state.previous_forward or MethodType(type(self).forward, self)
+        run = functools.partial(_through, state, state.previous_forward, self)
         labels = kwargs.get("labels")
         if labels is None and args:
             labels = signature.bind_partial(self, *args).arguments.get("labels")
@@ -148,11 +178,18 @@ def _forward_with_lazy_head(class_forward: Callable[..., Any]) -> Callable[..., 
             return run(*args, **kwargs)
         _follow_head(self, state)
         head_state: HeadState = vars(state.head)[_HEAD]
-        head_state.active = True
+        head_state.active, calls = True, state.calls
         try:
-            return run(*args, **kwargs)
+            output = run(*args, **kwargs)
         finally:
             head_state.active = False
+        if state.explicit and state.calls == calls:
+            raise UnsupportedError(
+                expected="a model that computes its loss by transformers' loss_function, for loss='chunked'",
+                got=f"{type(self).__name__}, which computes one of its own",
+                remedy="Use loss='auto' or None.",
+            )
+        return output
 
     return forward
 
@@ -171,8 +208,8 @@ def _follow_head(causal_lm: nn.Module, state: LossState) -> None:
         _patch_head(head, state.head_patches)
 
 
-def patch_loss(causal_lm: nn.Module, patches: PatchSet, chunk_mib: int) -> str | None:
-    """Chunk the loss of a causal LM.
+def patch_loss(causal_lm: nn.Module, patches: PatchSet, chunk_mib: int, *, explicit: bool) -> str | None:
+    """Chunk the loss of a causal LM. ``explicit``: a forward with labels whose loss is not chunked is an error.
 
     Returns:
         ``None`` when done, or the reason why this model's loss can't be taken over.
@@ -187,7 +224,7 @@ def patch_loss(causal_lm: nn.Module, patches: PatchSet, chunk_mib: int) -> str |
         return "it computes a loss of its own, not transformers' causal LM loss"
     if hasattr(head, "_hf_hook"):
         return "its head is moved between devices by accelerate"
-    state = LossState(chunk_mib, head, PatchSet(), ForCausalLMLoss, vars(causal_lm).get("forward"))
+    state = LossState(chunk_mib, head, PatchSet(), ForCausalLMLoss, vars(causal_lm).get("forward"), explicit)
     _patch_head(head, state.head_patches)
     patches.set(causal_lm, _LOSS, state)
     patches.set(causal_lm, "_loss_function", MethodType(_loss, causal_lm))
@@ -200,3 +237,12 @@ def unpatch_loss(causal_lm: nn.Module) -> None:
     state: LossState | None = vars(causal_lm).get(_LOSS)
     if state is not None:
         state.head_patches.undo()
+    for module in causal_lm.modules():  # PEFT's copies of a patched head
+        if vars(module).pop(_HEAD, None) is not None:
+            vars(module).pop("forward", None)
+
+
+def chunked_losses(causal_lm: nn.Module) -> int | None:
+    """How many losses were computed in chunks so far; ``None`` where the loss is not patched."""
+    state: LossState | None = vars(causal_lm).get(_LOSS)
+    return None if state is None else state.calls

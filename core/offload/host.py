@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from unsloth_plugins.core.device import is_accelerator
+from unsloth_plugins.core.errors import UnsupportedError
 
 
 class HostStore:
@@ -75,17 +76,28 @@ class HostStore:
 class HostCopy:
     """One saved tensor in host memory; gives its bytes back to the account when it is freed."""
 
-    __slots__ = ("_device", "_host", "_n_bytes", "_store")
+    __slots__ = ("_device", "_host", "_n_bytes", "_store", "_version")
 
     def __init__(self, store: HostStore, tensor: torch.Tensor, *, copy: bool) -> None:
         self._n_bytes = 0  # __del__ must work when the copy below fails
         self._store, self._device = store, tensor.device
         self._host = store._to_host(tensor) if copy else tensor
+        self._version = None if copy or tensor.is_inference() else tensor._version
         self._n_bytes = tensor.numel() * tensor.element_size()
         store._add(self._n_bytes)
 
     def restore(self) -> torch.Tensor:
-        """The tensor on its own device again."""
+        """The tensor on its own device again.
+
+        Raises:
+            UnsupportedError: it was left where it was, and changed in place since.
+        """
+        if self._version is not None and self._host._version != self._version:
+            raise UnsupportedError(
+                expected="the inputs of a checkpointed region to stay as they were until backward",
+                got="one that was changed by an in-place operation",
+                remedy="Clone it before the operation, or make the operation out of place.",
+            )
         return self._host.to(self._device) if self._host.device != self._device else self._host
 
     def __del__(self) -> None:

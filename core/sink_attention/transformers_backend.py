@@ -154,7 +154,13 @@ def _documents(
 ) -> torch.Tensor | None:
     if queries != keys:
         return None
-    if cu_seqlens is not None and batch == 1:
+    if cu_seqlens is not None and batch != 1:
+        raise UnsupportedError(
+            expected="cu_seq_lens_q with a batch of one flattened row",
+            got=f"a batch of {batch}",
+            remedy="Flatten the batch, or describe the documents by position_ids.",
+        )
+    if cu_seqlens is not None:
         return documents_from_cu_seqlens(cu_seqlens, keys)
     if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == keys:
         return documents_from_position_ids(position_ids).expand(batch, -1)

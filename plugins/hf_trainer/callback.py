@@ -11,7 +11,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from unsloth_plugins.core import Applied, UnslothConfig, applied_to, apply
 from unsloth_plugins.core.device import peak_memory_gib
-from unsloth_plugins.core.errors import ConflictError
 from unsloth_plugins.hf_trainer.conflicts import check_arguments
 
 
@@ -29,8 +28,8 @@ def prepare_model(model: nn.Module, config: UnslothConfig | None = None, **optio
 class UnslothCallback(TrainerCallback):
     """``Trainer(callbacks=[UnslothCallback()])`` is all it takes; options are those of ``UnslothConfig``.
 
-    Adds to each training log: ``tokens_per_s`` (of this process, padding included), ``peak_memory_gib`` (allocator on
-    CUDA, process elsewhere) and ``host_gib`` (high-water mark of checkpointed activations in host memory since the
+    Adds to each training log: ``tokens_per_s`` (of this process and its training steps, padding included),
+    ``peak_memory_gib`` (allocator on CUDA, process elsewhere) and ``host_gib`` (high-water mark of checkpointed activations in host memory since the
     last log). They are in ``trainer.state.log_history`` and in what later callbacks (the printer, the progress bar)
     show.
 
@@ -49,20 +48,13 @@ class UnslothCallback(TrainerCallback):
         self.config = UnslothConfig.from_options(config, **options)
         self.applied: Applied | None = None
         self._chosen = config is not None or bool(options)
-        self._mark = (0.0, 0)
+        self._seconds, self._tokens, self._since = 0.0, 0, 0.0
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Check for conflicts, then apply. The optimizer does not exist yet."""
-        model = kwargs.get("model")
-        if model is None:
-            raise ConflictError(
-                expected="a model when the trainer is built",
-                got="a trainer with model_init only",
-                remedy="Pass model=..., or call prepare_model inside model_init.",
-            )
-        self._apply(args, model)
+        self._apply(args, kwargs["model"])
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -84,9 +76,8 @@ class UnslothCallback(TrainerCallback):
         """Add the measurements to logs of training steps."""
         if self.applied is None or logs is None or "loss" not in logs:
             return
-        started, tokens = self._mark
         measured = {
-            "tokens_per_s": round((self.applied.tokens_seen - tokens) / max(time.perf_counter() - started, 1e-9), 1),
+            "tokens_per_s": round((self.applied.tokens_seen - self._tokens) / max(self._seconds, 1e-9), 1),
             "peak_memory_gib": round(peak_memory_gib(args.device), 3),
             "host_gib": round(self.applied.store.peak_bytes / 2**30, 4),
         }
@@ -95,14 +86,32 @@ class UnslothCallback(TrainerCallback):
             state.log_history[-1].update(measured)
         self._restart()
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Time spent in training: evaluation and saving, which come between two steps, do not count."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized() and control.should_log:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self._seconds, self._since = self._seconds + now - self._since, now
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Training goes on from here."""
+        self._since = time.perf_counter()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Training goes on from here."""
+        self._since = time.perf_counter()
+
     def _apply(self, args: TrainingArguments, model: nn.Module) -> None:
-        check_arguments(args, self.config)
         before = applied_to(model)
-        self.applied = before if before is not None and not self._chosen else apply(model, self.config)
+        kept = before is not None and not self._chosen
+        check_arguments(args, before.config if before is not None and kept else self.config)
+        self.applied = before if kept else apply(model, self.config)
 
     def _restart(self) -> None:
         assert self.applied is not None
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
         self.applied.store.reset_peak()
-        self._mark = (time.perf_counter(), self.applied.tokens_seen)
+        self._seconds, self._tokens, self._since = 0.0, self.applied.tokens_seen, time.perf_counter()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from transformers import TrainingArguments
 
 from unsloth_plugins.core.config import UnslothConfig
@@ -25,6 +27,19 @@ def check_arguments(args: TrainingArguments, config: UnslothConfig) -> None:
             expected="an uncompiled model",
             got="torch_compile=True beside UnslothCallback",
             remedy="Remove torch_compile=True; patched forwards and offloaded checkpointing break its graph.",
+        )
+    for name, variable in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
+        if getattr(args, name, None) or os.environ.get(variable, "").lower() in ("1", "true"):
+            raise ConflictError(
+                expected="whole parameters on each process",
+                got=f"{name}, which shards them, beside UnslothCallback",
+                remedy="Use data parallelism: `torchrun --nproc-per-node N` without a sharding plugin.",
+            )
+    if getattr(args, "activation_offloading", False):
+        raise ConflictError(
+            expected="one owner of offloaded activations",
+            got="activation_offloading=True beside UnslothCallback",
+            remedy="Remove it and set gradient_checkpointing=True; the callback offloads the layers' inputs.",
         )
     if args.n_gpu > 1:
         raise ConflictError(

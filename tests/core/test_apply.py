@@ -153,6 +153,58 @@ def test_logits_are_computed_only_when_read() -> None:
     assert inspect.signature(model.forward) == inspect.signature(ref.forward)
 
 
+def test_logits_read_without_gradients_first_still_have_them_later() -> None:
+    model = tiny_llama()
+    apply(model)
+    out = model.train()(**batch_of(2, 7))
+    with torch.no_grad():
+        assert not out.logits.argmax(-1).requires_grad
+        plain = out.logits + 0
+    logits = out.logits + 0
+    assert logits.requires_grad and torch.equal(logits, plain)
+
+
+def test_logits_read_outside_autocast_are_those_of_the_model() -> None:
+    model = tiny_llama().bfloat16()
+    model.lm_head.float()
+    apply(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(**batch_of(2, 7))
+        inside = out.logits.detach() + 0
+    assert torch.equal(out.logits.detach() + 0, inside) and inside.dtype == torch.bfloat16
+
+
+def test_a_loss_that_is_not_transformers_own_is_not_claimed() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config).train()
+    batch = {"input_ids": torch.randint(2, 64, (2, 5)), "labels": torch.randint(2, 64, (2, 5))}
+    applied = apply(model)
+    model(**batch).loss.backward()
+    assert "loss                    left alone" in applied.report()
+    apply(model, loss="chunked")
+    with pytest.raises(UnsupportedError, match="computes one of its own"):
+        model(**batch)
+
+
+def test_undo_reaches_pefts_copies_of_the_head() -> None:
+    model = tiny_llama()
+    applied = apply(model)
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    peft = get_peft_model(model, config)
+    peft(**batch_of(1, 5))
+    applied.undo()
+    assert not any("_unsloth_head" in vars(module) or "forward" in vars(module) for module in peft.modules())
+
+
+@pytest.mark.parametrize("implementation", [{"attention_dropout": 0.1}, {"attn_implementation": "flex_attention"}])
+def test_sinks_that_are_left_alone_are_warned_about(implementation, caplog) -> None:  # type: ignore[no-untyped-def]
+    model = tiny_gpt_oss(**implementation)
+    apply(model)
+    assert any("left alone" in record.getMessage() and record.levelname == "WARNING" for record in caplog.records)
+
+
 def test_loss_honours_what_trainers_pass() -> None:
     model, ref = tiny_llama(), tiny_llama()
     apply(model)

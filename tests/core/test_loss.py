@@ -101,6 +101,21 @@ def test_bf16_loss_is_float32_and_gradients_are_bf16() -> None:
     torch.testing.assert_close(loss, truth)
 
 
+@pytest.mark.parametrize("loss_scale", [1024.0, 65536.0])
+def test_fp16_gradients_survive_the_scaler_and_a_large_token_count(loss_scale: float) -> None:
+    """1 / tokens underflows and the scaler's 65,536 overflows in float16: neither may be applied there alone."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(600, 64), torch.randn(300, 64) * 0.3
+    labels = torch.randint(0, 300, (600,))
+    results = []
+    for dtype in (torch.float32, torch.float16):
+        h, w = hidden.clone().to(dtype).requires_grad_(), weight.clone().to(dtype).requires_grad_()
+        loss = linear_cross_entropy(h, w, labels, num_items=131_072, chunk_mib=1)
+        results.append([g.float() for g in torch.autograd.grad(loss * loss_scale, (h, w))])
+    for want, got in zip(*results, strict=True):
+        assert got.isfinite().all() and (got - want).norm() < 5e-3 * want.norm()
+
+
 def test_label_out_of_range_names_the_label() -> None:
     hidden, weight, _, labels = _inputs()
     labels[3] = V

@@ -74,6 +74,14 @@ def test_without_gradient_nothing_is_kept() -> None:
     assert store.total_bytes == 0
 
 
+def test_inputs_changed_in_place_are_noticed() -> None:
+    x = torch.randn(8, 8)
+    y = offload_checkpoint(torch.nn.Linear(8, 8), x, store=HostStore(min_bytes=0))
+    x.add_(1)
+    with pytest.raises(UnsupportedError, match="in-place"):
+        y.sum().backward()
+
+
 def test_reentrant_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="use_reentrant"):
         offload_checkpoint(_block(), torch.randn(5, 32), use_reentrant=True)

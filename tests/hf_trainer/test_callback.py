@@ -218,6 +218,9 @@ def test_prepare_model_keeps_its_options(tmp_path: Path) -> None:
     [
         ({"use_liger_kernel": True}, "use_liger_kernel"),
         ({"torch_compile": True}, "torch_compile"),
+        ({"fsdp": ["full_shard"]}, "fsdp"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "deepspeed"),
+        ({"activation_offloading": True}, "activation_offloading"),
         (
             {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
             "use_reentrant",
@@ -235,6 +238,39 @@ def test_conflicts_are_refused_before_anything_changes(options, word, tmp_path, 
     with pytest.raises(ConflictError, match=word):
         UnslothCallback().on_init_end(args, None, None, model=model)  # type: ignore[arg-type]
     assert applied_to(model) is None
+
+
+def test_another_trainer_with_other_options_after_mixed_precision(tmp_path: Path) -> None:
+    """accelerate leaves its autocast wrapper around the patched forward, and undo leaves it to accelerate."""
+    model = lora(tiny_llama())
+    run(model, tmp_path, True, bf16=True)
+    callback = UnslothCallback(offload=False, loss_chunk_mib=8)
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=Rows([24] * 8), callbacks=[callback])
+    trainer.train()
+    assert len(curve(trainer)) == 3 and "chunked cross entropy, 8 MiB" in callback.applied.report()
+
+
+def test_speed_counts_training_only(tmp_path: Path) -> None:
+    import time
+
+    class SlowRows(Rows):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            time.sleep(0.2)
+            return super().__getitem__(index)
+
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=1)
+    trainer = Trainer(
+        lora(tiny_llama()), args, None, Rows([24] * 16), SlowRows([24] * 4), callbacks=[UnslothCallback()]
+    )
+    trainer.train()
+    speeds = curve(trainer, "tokens_per_s")
+    assert len(speeds) == 3 and min(speeds[1:]) > 1.5 * 48 / 0.8  # evaluation alone takes 0.8 s a step
+
+
+def test_a_prepared_models_own_options_decide_about_conflicts(tmp_path: Path) -> None:
+    model = prepare_model(lora(tiny_llama()), gradient_checkpointing=False)
+    args = arguments(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
+    UnslothCallback().on_init_end(args, None, None, model=model)  # type: ignore[arg-type]
 
 
 def test_several_gpus_in_one_process_are_refused(tmp_path: Path) -> None:
