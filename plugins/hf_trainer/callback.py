@@ -29,9 +29,9 @@ class UnslothCallback(TrainerCallback):
     """``Trainer(callbacks=[UnslothCallback()])`` is all it takes; options are those of ``UnslothConfig``.
 
     Adds to each training log: ``tokens_per_s`` (of this process and its training steps, padding included),
-    ``peak_memory_gib`` (allocator on CUDA, process elsewhere) and ``host_gib`` (high-water mark of checkpointed activations in host memory since the
-    last log). They are in ``trainer.state.log_history`` and in what later callbacks (the printer, the progress bar)
-    show.
+    ``peak_memory_gib`` (allocator on CUDA, process elsewhere) and ``host_gib`` (high-water mark of checkpointed
+    activations in host memory since the last log). They are in ``trainer.state.log_history`` and in what later
+    callbacks (the printer, the progress bar) show; the trainer's own reporting integrations run before.
 
     Args:
         config, options: as for ``unsloth_plugins.apply``. Without any, a model that was prepared with
