@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from unsloth_plugins.core.device import supports_grouped_mm
 from unsloth_plugins.core.errors import ShapeError, UnsupportedError
+from unsloth_plugins.core.experts.fused import can_fuse, experts_fused
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
 from unsloth_plugins.core.experts.reference import experts_loop
@@ -79,6 +80,8 @@ def experts(
         index_NK, weight_NK: from ``top_k_routing``.
         alpha, limit: of ``clamped_swiglu``.
         gate_up_lora, down_lora: adapters, in any floating dtype; the products are in the dtype of ``x_NH``.
+        implementation: ``grouped_mm`` works through the tokens in tiles and keeps only its input, where the base is
+            frozen and a projection has at most one adapter, without dropout; otherwise it keeps the activations.
 
     Returns:
         [N, H] in the dtype of ``x_NH``. The weighted sum is float32 or wider.
@@ -102,7 +105,12 @@ def experts(
                     got=f"{list(a)} and {list(b)}",
                     remedy="Unfold PEFT's lora_A as (E, r, in) and its lora_B as (out, r, E).",
                 )
-    run = experts_grouped if implementation == "grouped_mm" else experts_loop
+    run = experts_loop
+    if implementation == "grouped_mm":
+        fusible = x_NH.is_cuda and can_fuse(
+            (gate_up_EHJ, down_EIH), (gate_up_bias_EJ, down_bias_EH), gate_up_lora, down_lora
+        )
+        run = experts_fused if fusible else experts_grouped
     return run(
         x_NH,
         gate_up_EHJ,

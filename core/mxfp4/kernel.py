@@ -10,7 +10,7 @@ _BLOCKS = 256  # MX blocks of 32 numbers for one program
 
 
 @triton.jit
-def _decode_kernel(blocks_ptr, scales_ptr, out_ptr, n_blocks, BLOCKS: tl.constexpr):
+def _decode_kernel(blocks_ptr, scales_ptr, out_ptr, n_blocks, row_blocks, out_stride, BLOCKS: tl.constexpr):
     """One program decodes ``BLOCKS`` consecutive blocks; every offset is 64 bits wide."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     byte_at = block[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -27,7 +27,8 @@ def _decode_kernel(blocks_ptr, scales_ptr, out_ptr, n_blocks, BLOCKS: tl.constex
     # Times minus one, and not minus: Triton's minus subtracts from zero, which would lose the sign of a zero.
     number = twice.to(tl.float32) * tl.where(code > 7, -0.5, 0.5)
     value = tl.reshape(number, (BLOCKS, 32)) * factor
-    at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    begin = block // row_blocks * out_stride + block % row_blocks * 32
+    at = begin[:, None] + tl.arange(0, 32)[None, :]
     tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -37,11 +38,13 @@ def decode_triton(blocks_RB: torch.Tensor, scales_R: torch.Tensor, out: torch.Te
     Args:
         blocks_RB: uint8 [..., R, 16], contiguous, on CUDA.
         scales_R: uint8 [..., R], contiguous.
-        out: [..., 32 R] contiguous, bf16, fp16 or fp32.
+        out: [..., 32 R] bf16, fp16 or fp32; rows may be part of wider ones, all at one distance.
 
     Returns:
         ``out``.
     """
     n_blocks = scales_R.numel()
-    _decode_kernel[(triton.cdiv(n_blocks, _BLOCKS),)](blocks_RB, scales_R, out, n_blocks, BLOCKS=_BLOCKS, num_warps=8)
+    _decode_kernel[(triton.cdiv(n_blocks, _BLOCKS),)](
+        blocks_RB, scales_R, out, n_blocks, scales_R.shape[-1], out.stride(-2), BLOCKS=_BLOCKS, num_warps=8
+    )
     return out

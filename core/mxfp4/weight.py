@@ -42,17 +42,18 @@ class PackedWeight:
 
     def dense(self, dtype: torch.dtype, expert: int | None = None) -> torch.Tensor:
         """Decoded weights [E, I, O], or [I, O] of one expert: a transposed view of new memory."""
-        blocks, scales = self.blocks_EORB, self.scales_EOR
-        if expert is not None:
-            blocks, scales = blocks[expert], scales[expert]
-        if blocks.is_cuda and dtype in (torch.bfloat16, torch.float16, torch.float32):
+        whole = self if expert is None else PackedWeight(self.blocks_EORB[expert], self.scales_EOR[expert])
+        scales = whole.scales_EOR
+        out = torch.empty((*scales.shape[:-1], scales.shape[-1] * BLOCK), dtype=dtype, device=scales.device)
+        return whole.decode_into(out).transpose(-1, -2)
+
+    def decode_into(self, out_EOI: torch.Tensor) -> torch.Tensor:
+        """Decode into given memory, by outputs; its rows may be part of wider ones. Returns it."""
+        if out_EOI.is_cuda and out_EOI.dtype in (torch.bfloat16, torch.float16, torch.float32):
             from unsloth_plugins.core.mxfp4.kernel import decode_triton  # needs triton: only where it runs
 
-            out = torch.empty((*scales.shape[:-1], scales.shape[-1] * BLOCK), dtype=dtype, device=blocks.device)
-            decoded = decode_triton(blocks.contiguous(), scales.contiguous(), out)
-        else:
-            decoded = decode(blocks, scales, dtype)
-        return decoded.transpose(-1, -2)
+            return decode_triton(self.blocks_EORB.contiguous(), self.scales_EOR.contiguous(), out_EOI)
+        return out_EOI.copy_(decode(self.blocks_EORB, self.scales_EOR, out_EOI.dtype))
 
 
 class LogicalParameter(torch.Tensor):

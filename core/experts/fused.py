@@ -1,0 +1,300 @@
+"""The experts of one layer as one function that keeps only its input and works through the tokens in tiles.
+
+LoRA costs next to nothing: B is appended to the weights as further rows of the inner dimension and s x A to the sorted
+tokens as further columns, so one grouped GEMM accumulates base and adapter together in float32. Packed weights are
+decoded for the pass into such a buffer, dense ones with an adapter copied into one. Backward recomputes the first
+projection and the activation, tile by tile, and never the second: the routing weight's gradient is
+<dOut W^T, h> + <dOut, bias>.
+
+Shape suffixes as in ``kernels``; N tokens of one tile, r LoRA rank padded to a multiple of 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
+from unsloth_plugins.core.mxfp4.weight import PackedWeight
+from unsloth_plugins.core.offload.tail import Kept, keep
+
+TILE = 8192
+"""Tokens of one tile: enough rows to run grouped GEMMs at full speed."""
+
+_RANK_STEP = 8  # `torch._grouped_mm` wants strides of whole 16 bytes
+
+
+@dataclass(eq=False)
+class _Projection:
+    """One projection for one pass: weights with B appended [E, in + r, out], and s A as [E, r, in]."""
+
+    weight_EKO: torch.Tensor
+    a_ErI: torch.Tensor | None
+
+    @property
+    def inputs(self) -> int:
+        return self.weight_EKO.shape[1] - (0 if self.a_ErI is None else self.a_ErI.shape[1])
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Memory for sorted inputs with room for s x A."""
+        like = self.weight_EKO
+        return torch.empty((count, like.shape[1]), dtype=like.dtype, device=like.device)
+
+    def complete(self, rows_MK: torch.Tensor, ends_E: torch.Tensor) -> None:
+        """Fill in s x A behind x."""
+        if self.a_ErI is not None:
+            x_MI = rows_MK[:, : self.inputs]
+            rows_MK[:, self.inputs :] = torch._grouped_mm(x_MI, self.a_ErI.transpose(1, 2), offs=ends_E)
+
+    def __call__(self, rows_MK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(rows_MK, self.weight_EKO, offs=ends_E)
+
+    def transposed(self, dy_MO: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gradients [M, in + r] of the rows, and what reaches x by way of A, [M, in]."""
+        d_rows_MK = torch._grouped_mm(dy_MO, self.weight_EKO.transpose(1, 2), offs=ends_E)
+        if self.a_ErI is None:
+            return d_rows_MK, None
+        return d_rows_MK, torch._grouped_mm(d_rows_MK[:, self.inputs :], self.a_ErI, offs=ends_E)
+
+
+def _projection(weight: Weight, a: torch.Tensor | None, b: torch.Tensor | None, s: float, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+    n_experts, inputs, outputs = weight.shape
+    if a is None or b is None:
+        return _Projection(weight.dense(dtype) if isinstance(weight, PackedWeight) else weight, None)
+    padding = -a.shape[1] % _RANK_STEP
+    a_ErI = F.pad((a.detach().float() * s).to(dtype), (0, 0, 0, padding)).contiguous()
+    rank = a_ErI.shape[1]
+    if isinstance(weight, PackedWeight):  # stored by outputs: the appended part lies in further columns
+        whole = torch.empty((n_experts, outputs, inputs + rank), dtype=dtype, device=weight.device)
+        weight.decode_into(whole[..., :inputs])
+        whole[..., inputs:] = F.pad(b.detach(), (0, 0, 0, padding)).transpose(1, 2)
+        return _Projection(whole.transpose(1, 2), a_ErI)
+    whole = torch.empty((n_experts, inputs + rank, outputs), dtype=dtype, device=weight.device)
+    whole[:, :inputs] = weight
+    whole[:, inputs:] = F.pad(b.detach(), (0, 0, 0, padding))
+    return _Projection(whole, a_ErI)
+
+
+@dataclass(eq=False)
+class _Routing:
+    """One tile's rows in the order of their experts."""
+
+    token_M: torch.Tensor
+    expert_M: torch.Tensor
+    ends_E: torch.Tensor
+    place_NK: torch.Tensor
+    order_M: torch.Tensor
+
+
+def _route(index_NK: torch.Tensor, n_experts: int) -> _Routing:
+    flat_M = index_NK.reshape(-1)
+    expert_M, order_M = flat_M.sort(stable=True)
+    edges_E = torch.arange(1, n_experts + 1, device=flat_M.device, dtype=flat_M.dtype)
+    ends_E = torch.searchsorted(expert_M, edges_E).to(torch.int32)
+    place_M = torch.empty_like(order_M)
+    place_M[order_M] = torch.arange(order_M.shape[0], device=order_M.device)
+    return _Routing(order_M // index_NK.shape[1], expert_M, ends_E, place_M.view_as(index_NK), order_M)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """What does not change from step to step."""
+
+    gate_up: Weight
+    gate_up_bias_EJ: torch.Tensor
+    down: Weight
+    down_bias_EH: torch.Tensor
+    scalings: tuple[float, float]
+    alpha: float
+    limit: float | None
+
+    @property
+    def n_experts(self) -> int:
+        return self.gate_up.shape[0]
+
+    def projections(self, x: torch.Tensor, adapters: Sequence[torch.Tensor | None]) -> tuple[_Projection, _Projection]:
+        a1, b1, a2, b2 = adapters
+        first = _projection(self.gate_up, a1, b1, self.scalings[0], x.dtype)
+        return first, _projection(self.down, a2, b2, self.scalings[1], x.dtype)
+
+
+def _forward(layer: _Layer, x: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, adapters: Any) -> torch.Tensor:
+    from unsloth_plugins.core.experts import kernels  # needs triton: only where it runs
+
+    first, second = layer.projections(x, adapters)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for start in range(0, x.shape[0], TILE):
+        part = slice(start, start + TILE)
+        index_NK, weight_NK = index[part].contiguous(), weight[part].contiguous()
+        route = _route(index_NK, layer.n_experts)
+        rows_MK = first.rows(route.token_M.shape[0])
+        kernels.gather_rows(x[part], route.token_M, rows_MK[:, : first.inputs])
+        first.complete(rows_MK, route.ends_E)
+        gate_up_MJ = first(rows_MK, route.ends_E)
+        del rows_MK
+        hidden_MK = second.rows(route.token_M.shape[0])
+        kernels.swiglu(
+            gate_up_MJ,
+            layer.gate_up_bias_EJ,
+            route.expert_M,
+            hidden_MK[:, : second.inputs],
+            alpha=layer.alpha,
+            limit=layer.limit,
+        )
+        del gate_up_MJ
+        second.complete(hidden_MK, route.ends_E)
+        kernels.combine(
+            second(hidden_MK, route.ends_E),
+            route.place_NK,
+            out[part],
+            index_NK=index_NK,
+            weight_NK=weight_NK,
+            bias_EH=layer.down_bias_EH,
+        )
+    return out
+
+
+class _Gradients:
+    """Sums over tiles of one projection's adapter gradients, float32: dA [E, r, in] and dB [E, r, out]."""
+
+    def __init__(self, projection: _Projection, a: torch.Tensor | None, scaling: float) -> None:
+        self.projection, self.rank, self.scaling = projection, 0 if a is None else a.shape[1], scaling
+        self.a: torch.Tensor | None = None
+        self.b: torch.Tensor | None = None
+
+    def add(
+        self, x_MI: torch.Tensor, dxa_Mr: torch.Tensor, xa_Mr: torch.Tensor, dy_MO: torch.Tensor, ends: Any
+    ) -> None:
+        """dA += s (dxa)^T x and dB += (s x A)^T dy, expert by expert."""
+        da = torch._grouped_mm(dxa_Mr.T, x_MI, offs=ends)
+        db = torch._grouped_mm(xa_Mr.T, dy_MO, offs=ends)
+        self.a = da.float() if self.a is None else self.a.add_(da)
+        self.b = db.float() if self.b is None else self.b.add_(db)
+
+    def result(self, a: torch.Tensor | None, b: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """In the shapes and dtypes of the adapter."""
+        if a is None or b is None or self.a is None or self.b is None:
+            return None, None
+        return (self.a[:, : self.rank] * self.scaling).to(a.dtype), self.b[:, : self.rank].to(b.dtype)
+
+
+def _backward(
+    layer: _Layer, dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, adapters: Any
+) -> tuple[torch.Tensor | None, ...]:
+    from unsloth_plugins.core.experts import kernels
+
+    a1, b1, a2, b2 = adapters
+    first, second = layer.projections(x, adapters)
+    grads = _Gradients(first, a1, layer.scalings[0]), _Gradients(second, a2, layer.scalings[1])
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    d_weight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    for start in range(0, x.shape[0], TILE):
+        part = slice(start, start + TILE)
+        index_NK = index[part].contiguous()
+        route = _route(index_NK, layer.n_experts)
+        ends_E, count = route.ends_E, route.token_M.shape[0]
+        weight_M = weight[part].reshape(-1)[route.order_M]
+        rows_MK = first.rows(count)
+        kernels.gather_rows(x[part], route.token_M, rows_MK[:, : first.inputs])
+        first.complete(rows_MK, ends_E)
+        gate_up_MJ = first(rows_MK, ends_E)
+
+        dout_MH = torch.empty((count, x.shape[1]), dtype=x.dtype, device=x.device)
+        kernels.gather_rows(dout[part], route.token_M, dout_MH)
+        dh_MK, more_MI = second.transposed(dout_MH, ends_E)
+        has_more = more_MI is not None
+        if more_MI is None:
+            more_MI = torch.empty((count, second.inputs), dtype=x.dtype, device=x.device)
+        d_weight_M = kernels.swiglu_backward(
+            gate_up_MJ,
+            layer.gate_up_bias_EJ,
+            route.expert_M,
+            weight_M,
+            dh_MK[:, : second.inputs],
+            more_MI,
+            has_more=has_more,
+            alpha=layer.alpha,
+            limit=layer.limit,
+        )
+        d_gate_up_MJ, hidden_MI = gate_up_MJ, more_MI  # what the kernel made of them
+        of_bias_NE = dout[part].float() @ layer.down_bias_EH.float().T
+        d_weight[part] = d_weight_M[route.place_NK] + of_bias_NE.gather(1, index_NK)
+        if second.a_ErI is not None:
+            scale_M1 = weight_M[:, None].to(torch.float32)
+            dha_Mr = (dh_MK[:, second.inputs :] * scale_M1).to(x.dtype)
+            ha_Mr = torch._grouped_mm(hidden_MI, second.a_ErI.transpose(1, 2), offs=ends_E)
+            grads[1].add(hidden_MI, dha_Mr, (ha_Mr * scale_M1).to(x.dtype), dout_MH, ends_E)
+        del dh_MK, more_MI, hidden_MI, dout_MH
+
+        d_rows_MK, more_MH = first.transposed(d_gate_up_MJ, ends_E)
+        if first.a_ErI is not None:
+            x_MI, xa_Mr = rows_MK[:, : first.inputs], rows_MK[:, first.inputs :]
+            dxa_Mr = d_rows_MK[:, first.inputs :].contiguous()
+            grads[0].add(x_MI, dxa_Mr, xa_Mr.contiguous(), d_gate_up_MJ, ends_E)
+        kernels.combine(d_rows_MK[:, : first.inputs], route.place_NK, dx[part], more_MH=more_MH)
+    return dx, d_weight.to(weight.dtype), *grads[0].result(a1, b1), *grads[1].result(a2, b2)
+
+
+class _Experts(torch.autograd.Function):
+    """The tail itself: its inputs were kept just before, see ``offload.tail``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: _Layer, kept: Kept | None, present: Any, index: Any, x: Any, weight: Any, *adapters: Any
+    ):  # type: ignore[no-untyped-def]
+        ctx.layer, ctx.kept, ctx.present = layer, kept, present
+        return _forward(layer, x, weight, index, _spread(adapters, present))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        index, x, weight, *adapters = ctx.kept.tensors()
+        out = _backward(ctx.layer, grads[0].contiguous(), x, weight, index, _spread(adapters, ctx.present))
+        return None, None, None, None, *out[:2], *(g for g, there in zip(out[2:], ctx.present, strict=True) if there)
+
+
+def _spread(adapters: Sequence[torch.Tensor], present: Sequence[bool]) -> list[torch.Tensor | None]:
+    """Put ``None`` where there is no adapter."""
+    given = iter(adapters)
+    return [next(given) if there else None for there in present]
+
+
+def can_fuse(weights: Sequence[Weight], biases: Sequence[torch.Tensor], *loras: Sequence[ExpertLora]) -> bool:
+    """Whether this function serves: frozen base weights, and at most one adapter without dropout a projection."""
+    frozen = not any(isinstance(part, torch.Tensor) and part.requires_grad for part in (*weights, *biases))
+    return frozen and all(len(lora) <= 1 and not any(term.dropout for term in lora) for lora in loras)
+
+
+def experts_fused(
+    x_NH: torch.Tensor,
+    gate_up_EHJ: Weight,
+    gate_up_bias_EJ: torch.Tensor,
+    down_EIH: Weight,
+    down_bias_EH: torch.Tensor,
+    index_NK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    *,
+    alpha: float,
+    limit: float | None,
+    gate_up_lora: Sequence[ExpertLora] = (),
+    down_lora: Sequence[ExpertLora] = (),
+) -> torch.Tensor:
+    """See ``op.experts``; N tokens here are all, not one tile. ``can_fuse`` says when it may be called."""
+    given: list[torch.Tensor | None] = []
+    for lora in (gate_up_lora, down_lora):
+        given += [lora[0].a_ErI, lora[0].b_ErO] if lora else [None, None]
+    present = tuple(tensor is not None for tensor in given)
+    adapters = [tensor for tensor in given if tensor is not None]
+    scalings = tuple(lora[0].scaling if lora else 1.0 for lora in (gate_up_lora, down_lora))
+    layer = _Layer(gate_up_EHJ, gate_up_bias_EJ, down_EIH, down_bias_EH, scalings, alpha, limit)  # type: ignore[arg-type]
+    x_NH = x_NH.contiguous()
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x_NH, weight_NK, *adapters))
+    if not wanted:
+        return _forward(layer, x_NH, weight_NK, index_NK, given)
+    kept, (index_NK, x_NH, weight_NK, *adapters) = keep(index_NK, x_NH, weight_NK, *adapters)
+    return _Experts.apply(layer, kept, present, index_NK, x_NH, weight_NK, *adapters)  # type: ignore[no-any-return]

@@ -1,0 +1,245 @@
+"""The experts in tiles against the loop over experts: in triton's interpreter on the CPU, and on CUDA.
+
+The interpreter is chosen by the environment when triton is imported, so there this file runs itself in a process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from unsloth_plugins.core.experts import ExpertLora, fused
+from unsloth_plugins.core.experts.grouped import experts_grouped
+from unsloth_plugins.core.experts.reference import experts_loop
+from unsloth_plugins.core.mxfp4 import PackedWeight, encode
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_in_the_interpreter")
+on_cuda = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = [
+    pytest.param("cpu", marks=needs_interpreter),
+    pytest.param("cuda", marks=[pytest.mark.gpu, on_cuda]),
+]
+OPTIONS = dict(alpha=1.702, limit=7.0)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is that process")
+def test_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "10 passed" in done.stdout, done.stdout[-3000:]
+
+
+def _case(device: str, dtype: torch.dtype, tokens: int, rank: int = 8):  # type: ignore[no-untyped-def]
+    """Packed weights, biases, routing with one expert without tokens, and leaves: x, routing weights, A and B twice."""
+    torch.manual_seed(0)
+    experts, hidden, size = 5, 64, 32
+    gate_up, down = torch.randn(experts, 2 * size, hidden), torch.randn(experts, hidden, size)
+    packed = [PackedWeight(*(part.to(device) for part in encode(w))) for w in (gate_up, down)]
+    biases = [torch.randn(experts, 2 * size) * 6, torch.randn(experts, hidden)]
+    index = torch.rand(tokens, experts).topk(2, 1).indices
+    index[index == 4] = 0
+    leaves = [
+        torch.randn(tokens, hidden),
+        torch.rand(tokens, 2).softmax(-1),
+        torch.randn(experts, rank, hidden) * 0.3,
+        torch.randn(rank, experts, 2 * size).transpose(0, 1) * 0.3,
+        torch.randn(experts, rank, size) * 0.3,
+        torch.randn(experts, rank, hidden) * 0.3,
+    ]
+    kinds = [dtype, torch.float32, *[torch.float32] * 4]
+    leaves = [leaf.to(device, kind) for leaf, kind in zip(leaves, kinds, strict=True)]
+    return packed, [b.to(device, dtype) for b in biases], index.to(device), leaves
+
+
+def _run(kind, case, which=(True, True), dtype=None):  # type: ignore[no-untyped-def]
+    """Output and the gradient of every leaf that takes part."""
+    weights, biases, index, leaves = case
+    if dtype is not None:
+        leaves = [leaf.to(dtype) for leaf in leaves]
+        biases = [bias.to(dtype) for bias in biases]
+        weights = [w.to(dtype) if isinstance(w, torch.Tensor) else w.dense(dtype) for w in weights]
+    x, weight, a1, b1, a2, b2 = leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    loras = [(ExpertLora(a1, b1, 0.5),) if which[0] else (), (ExpertLora(a2, b2, 0.25),) if which[1] else ()]
+    y = kind(
+        x,
+        weights[0],
+        biases[0],
+        weights[1],
+        biases[1],
+        index,
+        weight,
+        gate_up_lora=loras[0],
+        down_lora=loras[1],
+        **OPTIONS,
+    )
+    used = [x, weight, *([a1, b1] if which[0] else []), *([a2, b2] if which[1] else [])]
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    return [y, *torch.autograd.grad(y, used, dy)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dense", "rank", "which"),
+    [
+        (False, 8, (True, True)),
+        (False, 3, (True, True)),
+        (False, 8, (False, True)),
+        (True, 8, (True, True)),
+        (True, 8, (True, False)),
+        (True, 8, (False, False)),
+    ],
+)
+def test_output_and_every_gradient(device: str, dense: bool, rank: int, which: tuple[bool, bool], monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """On the CPU in float32 almost exactly; on CUDA in bf16 with at most twice the error of the loop over experts."""
+    monkeypatch.setattr(fused, "TILE", 16)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    weights, biases, index, leaves = _case(device, dtype, 37, rank)
+    if dense:
+        weights = [w.dense(dtype).contiguous() for w in weights]
+    case = (weights, biases, index, leaves)
+    truth = _run(experts_loop, case, which, torch.float64)
+    eager, got = _run(experts_loop, case, which), _run(fused.experts_fused, case, which)
+    assert len(got) == len(truth)
+    for number, (want, loop, ours) in enumerate(zip(truth, eager, got, strict=True)):
+        error, room = ((each.double() - want).norm() / want.norm() for each in (ours, loop))
+        assert error <= 2 * room + 1e-6, f"{number}: {error:.1e} against {room:.1e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_token_and_no_clamp(device: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setitem(OPTIONS, "limit", None)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case = _case(device, dtype, 1)
+    for want, ours in zip(_run(experts_loop, case), _run(fused.experts_fused, case), strict=True):
+        torch.testing.assert_close(
+            ours, want, rtol=1e-4 if device == "cpu" else 0.1, atol=1e-4 if device == "cpu" else 0.5
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_checkpoint_that_ends_here_runs_the_experts_twice_not_three_times(device, early_stop, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Forward once, and in backward by themselves; the checkpoint's recompute stops at the door unless told not to."""
+    from torch.utils.checkpoint import set_checkpoint_early_stop
+
+    case = _case(device, torch.float32 if device == "cpu" else torch.bfloat16, 20)
+    runs = []
+    forward = fused._forward
+    monkeypatch.setattr(fused, "_forward", lambda *a: runs.append(1) or forward(*a))
+
+    def region(x, *rest, **options):  # type: ignore[no-untyped-def]
+        return x + fused.experts_fused(x.tanh(), *rest, **options)
+
+    def checkpointed(*args, **options):  # type: ignore[no-untyped-def]
+        with set_checkpoint_early_stop(early_stop):
+            return checkpoint(region, *args, use_reentrant=False, **options)
+
+    want = _run(region, case)
+    runs.clear()
+    got = _run(checkpointed, case)
+    assert len(runs) == (1 if early_stop else 2)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_case_47_nothing_is_left_behind(device: str) -> None:
+    """A checkpoint whose last op is this one: no tensor more after 20 steps than after 3."""
+    case = _case(device, torch.float32 if device == "cpu" else torch.bfloat16, 8)
+
+    def checkpointed(*args, **options):  # type: ignore[no-untyped-def]
+        return checkpoint(fused.experts_fused, *args, use_reentrant=False, **options)
+
+    counts = []
+    gc.collect()
+    gc.disable()  # a cycle would be hidden by the collector
+    try:
+        for _ in range(20):
+            _run(checkpointed, case)
+            counts.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert counts[-1] == counts[3], counts
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_only_the_input_is_kept_and_tiles_bound_the_rest() -> None:
+    """At twice the length, the memory alive after forward and the peak of backward grow by the input's size alone."""
+    experts, hidden, size, rank = 8, 1024, 1024, 16
+    draw = torch.Generator("cuda").manual_seed(0)
+    weights = [
+        PackedWeight(
+            torch.randint(0, 256, (experts, out, hidden // 32, 16), dtype=torch.uint8, device="cuda", generator=draw),
+            torch.full((experts, out, hidden // 32), 120, dtype=torch.uint8, device="cuda"),
+        )
+        for out in (2 * size, hidden)
+    ]
+    biases = [torch.randn(experts, out, device="cuda").bfloat16() for out in (2 * size, hidden)]
+    shapes = [(experts, rank, hidden), (experts, rank, 2 * size), (experts, rank, size), (experts, rank, hidden)]
+    a1, b1, a2, b2 = (torch.randn(s, device="cuda", requires_grad=True) for s in shapes)
+    alive, peaks = [], []
+    for tokens in (16384, 32768):
+        x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        index = torch.rand(tokens, experts, device="cuda").topk(4, 1).indices
+        weight = torch.rand(tokens, 4, device="cuda").softmax(-1).requires_grad_()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = fused.experts_fused(
+            x,
+            weights[0],
+            biases[0],
+            weights[1],
+            biases[1],
+            index,
+            weight,
+            gate_up_lora=(ExpertLora(a1, b1, 1.0),),
+            down_lora=(ExpertLora(a2, b2, 1.0),),
+            **OPTIONS,
+        )
+        alive.append(torch.cuda.memory_allocated() - before)
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(y, (x, weight, a1, b1, a2, b2), torch.ones_like(y))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del y
+    token = hidden * 2
+    assert alive[0] <= 1.1 * 16384 * token  # the output; x itself was there before
+    assert peaks[1] - peaks[0] <= 16384 * (3 * token + 200)  # output, its gradient, dx, and the routing
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.parametrize("skew", [False, True])
+def test_true_width_agrees_with_the_unfused_path(skew: bool) -> None:
+    experts, hidden, rank, tokens = 32, 2880, 32, 9000
+    draw = torch.Generator("cuda").manual_seed(0)
+    weights = [
+        PackedWeight(
+            torch.randint(0, 256, (experts, out, hidden // 32, 16), dtype=torch.uint8, device="cuda", generator=draw),
+            torch.full((experts, out, hidden // 32), 120, dtype=torch.uint8, device="cuda"),
+        )
+        for out in (2 * hidden, hidden)
+    ]
+    biases = [torch.randn(experts, out, device="cuda").bfloat16() for out in (2 * hidden, hidden)]
+    score = torch.rand(tokens, experts, device="cuda") + (torch.linspace(2, 0, experts, device="cuda") if skew else 0)
+    shapes = [(experts, rank, hidden), (experts, rank, 2 * hidden), (experts, rank, hidden), (experts, rank, hidden)]
+    leaves = [
+        torch.randn(tokens, hidden, device="cuda").bfloat16(),
+        torch.rand(tokens, 4, device="cuda").softmax(-1),
+        *(torch.randn(s, device="cuda") * 0.02 for s in shapes),
+    ]
+    case = (weights, biases, score.topk(4, 1).indices, leaves)
+    for name, want, got in zip(
+        ("y", "dx", "dw", "da1", "db1", "da2", "db2"),
+        _run(experts_grouped, case),
+        _run(fused.experts_fused, case),
+        strict=True,
+    ):
+        assert (got.float() - want.float()).norm() <= 0.02 * want.float().norm(), name
