@@ -1,0 +1,147 @@
+"""Pieces that the forward and the backward kernels share.
+
+Shape suffixes inside kernels: M queries and N keys of one block, D the head size padded to a power of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from unsloth_plugins.core.sink_attention.triton_tiles import Tile, padded_head_size
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# How a kernel learns the first key that a query sees (`RANGE`).
+CAUSAL = tl.constexpr(0)  # it sees all keys up to itself
+WINDOW = tl.constexpr(1)  # arithmetic
+VECTOR = tl.constexpr(2)  # from first_BS and last_BS of `masks.visible_range`
+
+
+@triton.jit
+def load_rows(base, start, stride, rows, HEAD: tl.constexpr, R: tl.constexpr, D: tl.constexpr, CHECKED: tl.constexpr):
+    """[R, D] tile: rows start .. start + R of a matrix [rows, HEAD] with contiguous columns, zero outside of it.
+
+    The start is 64 bits wide, the offsets inside of the tile 32. ``CHECKED=False`` promises that all R rows exist.
+    """
+    at_R = tl.arange(0, R)
+    at_D = tl.arange(0, D)
+    tile = base + tl.cast(start, tl.int64) * stride + (at_R[:, None] * stride + at_D[None, :])
+    if CHECKED:
+        if HEAD < D:
+            return tl.load(tile, mask=(start + at_R < rows)[:, None] & (at_D < HEAD)[None, :], other=0.0)
+        else:
+            return tl.load(tile, mask=(start + at_R < rows)[:, None], other=0.0)
+    else:
+        if HEAD < D:
+            return tl.load(tile, mask=(at_D < HEAD)[None, :], other=0.0)
+        else:
+            return tl.load(tile)
+
+
+@triton.jit
+def store_rows(base, start, stride, rows, value_RD, HEAD: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
+    """Inverse of `load_rows`, checked; the value is rounded to the pointer's type."""
+    at_R = tl.arange(0, R)
+    at_D = tl.arange(0, D)
+    tile = base + tl.cast(start, tl.int64) * stride + (at_R[:, None] * stride + at_D[None, :])
+    mask = (start + at_R < rows)[:, None] & (at_D < HEAD)[None, :]
+    tl.store(tile, value_RD.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def block_start(n, left, left_begin, right_begin, BLOCK: tl.constexpr):
+    """Start of the n-th block of two runs of blocks: ``left`` blocks from left_begin, the rest from right_begin."""
+    return tl.where(n < left, left_begin + n * BLOCK, right_begin + (n - left) * BLOCK)
+
+
+@triton.jit
+def capped_tanh(x, softcap):
+    """tanh(x / softcap), from one exp2; saturates without overflow to NaN."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E / softcap)))
+
+
+@triton.jit
+def key_blocks(
+    first,
+    i_begin,
+    keys,
+    window,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    RANGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Which blocks of keys a block of M queries at key positions i_begin .. i_begin + M needs.
+
+    Returns:
+        left, left_begin, right, right_begin: two runs of blocks that need a mask (the edge and the diagonal);
+        full_begin, full_end: the keys between them, whole blocks that every query of the block sees.
+    """
+    end = tl.minimum(i_begin + M, keys)
+    if RANGE == CAUSAL:
+        low = 0
+        full_from = 0
+    elif RANGE == WINDOW:
+        low = tl.maximum(i_begin - window + 1, 0)
+        full_from = tl.maximum(end - window, 0)
+    else:
+        low = tl.load(first + i_begin)
+        full_from = tl.load(first + end - 1)
+    left_begin = low // N * N
+    if SPLIT:
+        full_begin = (full_from + N - 1) // N * N
+        full_end = (i_begin + 1) // N * N
+        if RANGE != CAUSAL:
+            # No whole block: everything is the left run.
+            full_begin = tl.where(full_begin < full_end, full_begin, tl.maximum(end, left_begin))
+            full_end = tl.maximum(full_begin, full_end)
+    else:
+        full_begin = tl.maximum(end, left_begin)
+        full_end = full_begin
+    left = (full_begin - left_begin + N - 1) // N
+    right = (tl.maximum(end - full_end, 0) + N - 1) // N
+    return left, left_begin, right, full_end, full_begin, full_end
+
+
+def strides(name: str, dimensions: str, x: torch.Tensor) -> dict[str, int]:
+    """Strides of the first three dimensions, as the kernels name them."""
+    return {f"{name}_stride_{letter}": x.stride(n) for n, letter in enumerate(dimensions)}
+
+
+def options(
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    window: int | None,
+    range_BS: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    head_size: int,
+    narrow: bool,
+    tile: Tile,
+) -> dict[str, Any]:
+    """Arguments that every kernel over blocks takes."""
+    return {
+        "heads": heads,
+        "groups": heads // kv_heads,
+        "queries": queries,
+        "keys": keys,
+        "window": window or 0,
+        "scale": scale,
+        "softcap": softcap or 0.0,
+        "HEAD": head_size,
+        "M": tile.m,
+        "N": tile.n,
+        "D": padded_head_size(head_size),
+        "RANGE": 2 if range_BS is not None else 1 if window is not None else 0,
+        "SPLIT": not narrow,
+        "SOFTCAP": softcap is not None,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
