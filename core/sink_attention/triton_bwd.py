@@ -209,18 +209,18 @@ def dq_kernel(
     delta_M = tl.load(delta + tl.cast(row, tl.int64) * queries + at_M, mask=here_M, other=0.0)
     acc_MD = tl.zeros([M, D], tl.float32)
 
+    for n in tl.range(0, tl.maximum(left + right, 1)):
+        start = block_start(n, left, left_begin, right_begin, N)
+        acc_MD = _dq_step(
+            acc_MD, q_MD, do_MD, lse2_M, delta_M, k, v, key_mask, k_stride_s, v_stride_s, start, keys, i_M,
+            first_M, scale, softcap, HEAD, N, D, RANGE != 0, SOFTCAP, True,
+        )  # fmt: skip
     if SPLIT:
         for start in tl.range(full_begin, full_end, N):
             acc_MD = _dq_step(
                 acc_MD, q_MD, do_MD, lse2_M, delta_M, k, v, key_mask, k_stride_s, v_stride_s, start, keys, i_M,
                 first_M, scale, softcap, HEAD, N, D, RANGE != 0, SOFTCAP, False,
             )  # fmt: skip
-    for n in tl.range(0, left + right):
-        start = block_start(n, left, left_begin, right_begin, N)
-        acc_MD = _dq_step(
-            acc_MD, q_MD, do_MD, lse2_M, delta_M, k, v, key_mask, k_stride_s, v_stride_s, start, keys, i_M,
-            first_M, scale, softcap, HEAD, N, D, RANGE != 0, SOFTCAP, True,
-        )  # fmt: skip
     store_rows(
         dq + b * dq_stride_b + h * dq_stride_h, t_begin, dq_stride_t, queries, acc_MD * scale, HEAD, M, D
     )  # fmt: skip

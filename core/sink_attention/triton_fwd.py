@@ -157,18 +157,18 @@ def forward_kernel(
         total_M = tl.exp2(sink2 - top_M)
     acc_MD = tl.zeros([M, D], tl.float32)
 
+    for n in tl.range(0, tl.maximum(left + right, 1)):
+        start = block_start(n, left, left_begin, right_begin, N)
+        acc_MD, top_M, total_M = _attend(
+            acc_MD, top_M, total_M, q_MD, k, v, key_mask, k_stride_s, v_stride_s, start, keys, i_M, first_M,
+            scale, softcap, HEAD, N, D, RANGE != 0, SOFTCAP, True,
+        )  # fmt: skip
     if SPLIT:
         for start in tl.range(full_begin, full_end, N):
             acc_MD, top_M, total_M = _attend(
                 acc_MD, top_M, total_M, q_MD, k, v, key_mask, k_stride_s, v_stride_s, start, keys, i_M, first_M,
                 scale, softcap, HEAD, N, D, RANGE != 0, SOFTCAP, False,
             )  # fmt: skip
-    for n in tl.range(0, left + right):
-        start = block_start(n, left, left_begin, right_begin, N)
-        acc_MD, top_M, total_M = _attend(
-            acc_MD, top_M, total_M, q_MD, k, v, key_mask, k_stride_s, v_stride_s, start, keys, i_M, first_M,
-            scale, softcap, HEAD, N, D, RANGE != 0, SOFTCAP, True,
-        )  # fmt: skip
 
     empty_M = total_M == 0.0
     total_M = tl.where(empty_M, 1.0, total_M)
