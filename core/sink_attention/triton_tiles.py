@@ -73,17 +73,18 @@ _HOPPER: dict[tuple[Kernel, bool], dict[int, tuple[Tile, ...]]] = {
     ("dkdv", False): {
         64: (
             Tile(64, 128, 8, 3),
-            Tile(128, 128, 8, 2),
             Tile(64, 128, 8, 2),
-            Tile(64, 128, 4, 3),
             Tile(64, 64, 4, 3),
-            Tile(128, 64, 4, 2),
+            Tile(64, 64, 4, 2),
+            Tile(32, 128, 8, 3),
+            Tile(32, 64, 4, 4),
+            Tile(128, 64, 8, 2),
         ),
         128: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 3), Tile(64, 64, 8, 2)),
-        256: (Tile(32, 64, 8, 2), Tile(32, 64, 4, 1)),
+        256: (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
     },
     ("dkdv", True): {
-        64: (Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(128, 128, 8, 2)),
+        64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 128, 8, 2), Tile(32, 64, 4, 3), Tile(32, 128, 8, 3)),
         128: (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(32, 64, 4, 3)),
         256: (Tile(32, 64, 8, 2),),
     },
@@ -108,30 +109,31 @@ _AMPERE: dict[Kernel, dict[int, tuple[Tile, ...]]] = {
     },
 }
 
-# Everything else that is known to have 64 KB (7.5) or 99 KB (8.6, 8.9, 12.0) a program.
+# Compute capabilities 8.6, 8.9 and 12.0 (99 KB a program), and what is not known.
 _SMALL: dict[Kernel, dict[int, tuple[Tile, ...]]] = {
     "forward": {
-        64: (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
-        128: (Tile(64, 32, 4, 2), Tile(64, 64, 4, 1)),
-        256: (Tile(32, 16, 4, 2), Tile(32, 32, 4, 1)),
+        64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
+        128: (Tile(64, 64, 4, 2), Tile(128, 32, 4, 2), Tile(64, 32, 4, 2)),
+        256: (Tile(32, 32, 4, 1), Tile(64, 32, 8, 1), Tile(32, 16, 4, 2)),
     },
     "dq": {
-        64: (Tile(64, 32, 4, 2), Tile(64, 64, 4, 1)),
-        128: (Tile(32, 32, 4, 2), Tile(64, 32, 4, 1)),
-        256: (Tile(16, 16, 4, 1), Tile(32, 16, 4, 1)),
+        64: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        128: (Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+        256: (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
     },
     "dkdv": {
         64: (Tile(32, 64, 4, 2), Tile(64, 64, 4, 1)),
-        128: (Tile(32, 32, 4, 1), Tile(16, 64, 4, 1)),
-        256: (Tile(16, 16, 4, 1), Tile(16, 32, 4, 1)),
+        128: (Tile(32, 32, 4, 2), Tile(16, 64, 4, 1)),
+        256: (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
     },
 }
 
-# float32 runs on the plain arithmetic units: small tiles, no pipeline to speak of.
-_FLOAT32: dict[int, tuple[Tile, ...]] = {
-    64: (Tile(32, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
-    128: (Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
-    256: (Tile(16, 16, 4, 1),),
+# float32, and everything on compute capability 7.5 (64 KB a program), where triton has no matrix instructions: small
+# tiles that fit into registers, no pipeline to speak of.
+_NO_MATRIX_UNIT: dict[Kernel, dict[int, tuple[Tile, ...]]] = {
+    "forward": {64: (Tile(32, 32, 4, 1), Tile(64, 32, 8, 1)), 128: (Tile(32, 32, 8, 1),), 256: (Tile(16, 16, 4, 1),)},
+    "dq": {64: (Tile(32, 32, 8, 1), Tile(32, 32, 4, 1)), 128: (Tile(16, 32, 8, 1),), 256: (Tile(16, 16, 8, 1),)},
+    "dkdv": {64: (Tile(32, 32, 8, 1), Tile(16, 16, 4, 1)), 128: (Tile(16, 32, 8, 1),), 256: (Tile(16, 16, 8, 1),)},
 }
 
 
@@ -159,8 +161,8 @@ def configs(
         queries: T; blocks of queries are not made larger than needed (decoding).
     """
     size = max(64, padded_head_size(head_size))
-    if dtype == torch.float32:
-        found = _FLOAT32[size]
+    if dtype == torch.float32 or capability < (8, 0):
+        found = _NO_MATRIX_UNIT[kernel][size]
     elif capability[0] in (9, 10):
         found = _HOPPER[kernel, narrow][size]
     elif capability == (8, 0):
