@@ -33,7 +33,7 @@ from unsloth_plugins.core.sink_attention.triton_tiles import Tile, padded_head_s
 ROWS = 128  # rows of o and do per program of the row sums
 
 
-@triton.jit(do_not_specialize=["queries"])
+@triton.jit(do_not_specialize=["lse_stride_b", "dlse_stride_b", "dlse_stride_h", "dlse_stride_t", "queries"])
 def row_sums_kernel(
     o,
     do,
@@ -135,7 +135,7 @@ def _dq_step(
     return tl.dot(dx_MN.to(k_ND.dtype), k_ND, acc_MD, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "window"])
+@triton.jit(do_not_specialize=["lse_stride_b", "queries", "keys", "window"])
 def dq_kernel(
     q,
     k,
@@ -332,7 +332,7 @@ def query_blocks(
     return left, left_begin, right, full_end, full_begin, full_end
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "window"])
+@triton.jit(do_not_specialize=["lse_stride_b", "queries", "keys", "window"])
 def dkdv_kernel(
     q,
     k,
