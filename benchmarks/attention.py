@@ -93,6 +93,7 @@ def flex(problem: Problem) -> Run:
             keep = keep & (documents_BS[0, i] == documents_BS[0, j])
         return keep
 
+    torch.compiler.reset()  # every shape compiles anew, and there is a limit per function
     mask = create_block_mask(allowed, None, None, problem.length, problem.length, device="cuda", _compile=True)
     compiled = torch.compile(flex_attention, dynamic=False)
 

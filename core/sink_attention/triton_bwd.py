@@ -22,9 +22,13 @@ from unsloth_plugins.core.sink_attention.triton_common import (
     WINDOW,
     block_start,
     capped_tanh,
+    heads_in_block,
     key_blocks,
+    load_queries,
     load_rows,
     options,
+    query_rows,
+    store_queries,
     store_rows,
     strides,
 )
@@ -173,22 +177,24 @@ def dq_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    PACK: tl.constexpr,
     RANGE: tl.constexpr,
     SPLIT: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    blocks = tl.cdiv(queries, M)
+    blocks = tl.cdiv(queries, M // PACK)
     program = tl.program_id(0)
-    t_begin = (blocks - 1 - program % blocks) * M
-    row = program // blocks
+    t_begin = (blocks - 1 - program % blocks) * (M // PACK)
+    row = program // blocks * PACK
     b = tl.cast(row // heads, tl.int64)
     h = tl.cast(row % heads, tl.int64)
     i_begin = keys - queries + t_begin
     k += b * k_stride_b + h // groups * k_stride_h
     v += b * v_stride_b + h // groups * v_stride_h
-    at_M = t_begin + tl.arange(0, M)
-    i_M = at_M + (keys - queries)
-    here_M = at_M < queries
+    t_M = t_begin + tl.arange(0, M) // PACK
+    h_M = h + tl.arange(0, M) % PACK
+    i_M = keys - queries + t_M
+    here_M = t_M < queries
 
     if key_mask is not None:
         key_mask += b * keys
@@ -199,14 +205,16 @@ def dq_kernel(
         first += b * keys
         first_M = tl.load(first + i_M, mask=here_M, other=0)
     left, left_begin, right, right_begin, full_begin, full_end = key_blocks(
-        first, i_begin, keys, window, M, N, RANGE, SPLIT
+        first, i_begin, keys, window, M // PACK, N, RANGE, SPLIT
     )
 
-    q_MD = load_rows(q + b * q_stride_b + h * q_stride_h, t_begin, q_stride_t, queries, HEAD, M, D, True)
-    do_MD = load_rows(do + b * do_stride_b + h * do_stride_h, t_begin, do_stride_t, queries, HEAD, M, D, True)
-    lse2_M = tl.load(lse + b * lse_stride_b + h * queries + at_M, mask=here_M, other=float("inf")) * LOG2E
+    q_rows_M = query_rows(t_begin, q_stride_t, q_stride_h, M, PACK)
+    q_MD = load_queries(q + b * q_stride_b + h * q_stride_h, q_rows_M, here_M, HEAD, D)
+    do_rows_M = query_rows(t_begin, do_stride_t, do_stride_h, M, PACK)
+    do_MD = load_queries(do + b * do_stride_b + h * do_stride_h, do_rows_M, here_M, HEAD, D)
+    lse2_M = tl.load(lse + b * lse_stride_b + h_M * queries + t_M, mask=here_M, other=float("inf")) * LOG2E
     lse2_M = tl.where(lse2_M == float("-inf"), float("inf"), lse2_M)
-    delta_M = tl.load(delta + tl.cast(row, tl.int64) * queries + at_M, mask=here_M, other=0.0)
+    delta_M = tl.load(delta + (b * heads + h_M) * queries + t_M, mask=here_M, other=0.0)
     acc_MD = tl.zeros([M, D], tl.float32)
 
     for n in tl.range(0, tl.maximum(left + right, 1)):
@@ -221,9 +229,8 @@ def dq_kernel(
                 acc_MD, q_MD, do_MD, lse2_M, delta_M, k, v, key_mask, k_stride_s, v_stride_s, start, keys, i_M,
                 first_M, scale, softcap, HEAD, N, D, RANGE != 0, SOFTCAP, False,
             )  # fmt: skip
-    store_rows(
-        dq + b * dq_stride_b + h * dq_stride_h, t_begin, dq_stride_t, queries, acc_MD * scale, HEAD, M, D
-    )  # fmt: skip
+    dq_rows_M = query_rows(t_begin, dq_stride_t, dq_stride_h, M, PACK)
+    store_queries(dq + b * dq_stride_b + h * dq_stride_h, dq_rows_M, here_M, acc_MD * scale, HEAD, D)
 
 
 @triton.jit
@@ -537,7 +544,8 @@ def dq_launch(
         **strides("dq", "bth", dq_BTHD),
         **options(heads, kv_heads, queries, keys, window, first_BS, scale, softcap, head_size, narrow, tile),
     }
-    return dq_kernel, batch * heads * triton.cdiv(queries, tile.m), arguments
+    arguments["PACK"] = pack = heads_in_block(heads // kv_heads, queries, narrow, tile.m)
+    return dq_kernel, batch * heads // pack * triton.cdiv(queries, tile.m // pack), arguments
 
 
 def dkdv_launch(

@@ -54,6 +54,30 @@ def store_rows(base, start, stride, rows, value_RD, HEAD: tl.constexpr, R: tl.co
 
 
 @triton.jit
+def query_rows(start, stride_t, stride_h, M: tl.constexpr, PACK: tl.constexpr):
+    """[M] offsets of the rows of M / PACK queries from ``start`` on, PACK neighbouring heads of each, heads fastest."""
+    at_M = tl.arange(0, M)
+    t_M = tl.cast(start + at_M // PACK, tl.int64)
+    return t_M * stride_t + tl.cast(at_M % PACK, tl.int64) * stride_h
+
+
+@triton.jit
+def load_queries(base, rows_M, here_M, HEAD: tl.constexpr, D: tl.constexpr):
+    """[M, D] tile of the rows at those offsets, zero where ``here_M`` is false."""
+    at_D = tl.arange(0, D)
+    mask = here_M[:, None] & (at_D < HEAD)[None, :]
+    return tl.load(base + rows_M[:, None] + at_D[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_queries(base, rows_M, here_M, value_MD, HEAD: tl.constexpr, D: tl.constexpr):
+    """Inverse of `load_queries`; the value is rounded to the pointer's type."""
+    at_D = tl.arange(0, D)
+    mask = here_M[:, None] & (at_D < HEAD)[None, :]
+    tl.store(base + rows_M[:, None] + at_D[None, :], value_MD.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def block_start(n, left, left_begin, right_begin, BLOCK: tl.constexpr):
     """Start of the n-th block of two runs of blocks: ``left`` blocks from left_begin, the rest from right_begin."""
     return tl.where(n < left, left_begin + n * BLOCK, right_begin + (n - left) * BLOCK)
@@ -76,7 +100,7 @@ def key_blocks(
     RANGE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Which blocks of keys a block of M queries at key positions i_begin .. i_begin + M needs.
+    """Which blocks of keys M queries at key positions i_begin .. i_begin + M need.
 
     Returns:
         left, left_begin, right, right_begin: two runs of blocks that need a mask (the edge and the diagonal);
@@ -92,8 +116,9 @@ def key_blocks(
     else:
         low = tl.load(first + i_begin)
         full_from = tl.load(first + end - 1)
-    left_begin = low // N * N
+    left_begin = low
     if SPLIT:
+        left_begin = low // N * N
         full_begin = (full_from + N - 1) // N * N
         full_end = (i_begin + 1) // N * N
         if RANGE != CAUSAL:
@@ -111,6 +136,17 @@ def key_blocks(
 def strides(name: str, dimensions: str, x: torch.Tensor) -> dict[str, int]:
     """Strides of the first three dimensions, as the kernels name them."""
     return {f"{name}_stride_{letter}": x.stride(n) for n, letter in enumerate(dimensions)}
+
+
+def heads_in_block(groups: int, queries: int, narrow: bool, m: int) -> int:
+    """How many heads of a group share a block of ``m`` rows (PACK), so that their keys are read once.
+
+    It pays where a block has few queries, or where few queries to a block mean fewer keys: a narrow window needs
+    window + queries - 1 of them. A power of two that divides the group.
+    """
+    if not narrow and queries >= m:
+        return 1
+    return min(groups & -groups, m)
 
 
 def options(
@@ -144,4 +180,5 @@ def options(
         "SOFTCAP": softcap is not None,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
+        **({} if tile.registers is None else {"maxnreg": tile.registers}),
     }

@@ -1,4 +1,4 @@
-"""Forward kernel of sink attention: one program per block of queries and head, online softmax over blocks of keys.
+"""Forward kernel of sink attention: a program per block of queries and head, online softmax over blocks of keys.
 
 Shape suffixes as in `op`; inside kernels M queries and N keys of one block, D the head size padded to a power of two.
 
@@ -23,10 +23,13 @@ from unsloth_plugins.core.sink_attention.triton_common import (
     WINDOW,
     block_start,
     capped_tanh,
+    heads_in_block,
     key_blocks,
+    load_queries,
     load_rows,
     options,
-    store_rows,
+    query_rows,
+    store_queries,
     strides,
 )
 from unsloth_plugins.core.sink_attention.triton_tiles import Tile
@@ -116,23 +119,25 @@ def forward_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    PACK: tl.constexpr,
     RANGE: tl.constexpr,
     SPLIT: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    blocks = tl.cdiv(queries, M)
+    blocks = tl.cdiv(queries, M // PACK)
     program = tl.program_id(0)
     # The last queries see the most keys: start with them, so that the short programs fill the end.
-    t_begin = (blocks - 1 - program % blocks) * M
-    row = program // blocks
+    t_begin = (blocks - 1 - program % blocks) * (M // PACK)
+    row = program // blocks * PACK
     b = tl.cast(row // heads, tl.int64)
-    h = row % heads
+    h = tl.cast(row % heads, tl.int64)
     i_begin = keys - queries + t_begin
-    k += b * k_stride_b + tl.cast(h // groups, tl.int64) * k_stride_h
-    v += b * v_stride_b + tl.cast(h // groups, tl.int64) * v_stride_h
-    at_M = tl.arange(0, M)
-    i_M = i_begin + at_M
-    here_M = t_begin + at_M < queries
+    k += b * k_stride_b + h // groups * k_stride_h
+    v += b * v_stride_b + h // groups * v_stride_h
+    t_M = t_begin + tl.arange(0, M) // PACK
+    h_M = h + tl.arange(0, M) % PACK
+    i_M = keys - queries + t_M
+    here_M = t_M < queries
 
     if key_mask is not None:
         key_mask += b * keys
@@ -143,18 +148,18 @@ def forward_kernel(
         first += b * keys
         first_M = tl.load(first + i_M, mask=here_M, other=0)
     left, left_begin, right, right_begin, full_begin, full_end = key_blocks(
-        first, i_begin, keys, window, M, N, RANGE, SPLIT
+        first, i_begin, keys, window, M // PACK, N, RANGE, SPLIT
     )
 
-    q += b * q_stride_b + tl.cast(h, tl.int64) * q_stride_h
-    q_MD = load_rows(q, t_begin, q_stride_t, queries, HEAD, M, D, True)
+    q_rows_M = query_rows(t_begin, q_stride_t, q_stride_h, M, PACK)
+    q_MD = load_queries(q + b * q_stride_b + h * q_stride_h, q_rows_M, here_M, HEAD, D)
     # Finite, so that a row that has seen no key yet never computes inf - inf.
     top_M = tl.full([M], -1e30, tl.float32)
     total_M = tl.zeros([M], tl.float32)
     if sink is not None:
-        sink2 = tl.load(sink + h) * LOG2E
-        top_M = tl.maximum(top_M, sink2)
-        total_M = tl.exp2(sink2 - top_M)
+        sink2_M = tl.load(sink + h_M) * LOG2E
+        top_M = tl.maximum(top_M, sink2_M)
+        total_M = tl.exp2(sink2_M - top_M)
     acc_MD = tl.zeros([M, D], tl.float32)
 
     for n in tl.range(0, tl.maximum(left + right, 1)):
@@ -172,10 +177,10 @@ def forward_kernel(
 
     empty_M = total_M == 0.0
     total_M = tl.where(empty_M, 1.0, total_M)
-    o += b * o_stride_b + tl.cast(h, tl.int64) * o_stride_h
-    store_rows(o, t_begin, o_stride_t, queries, acc_MD / total_M[:, None], HEAD, M, D)
+    o_rows_M = query_rows(t_begin, o_stride_t, o_stride_h, M, PACK)
+    store_queries(o + b * o_stride_b + h * o_stride_h, o_rows_M, here_M, acc_MD / total_M[:, None], HEAD, D)
     lse_M = tl.where(empty_M, float("-inf"), (top_M + tl.log2(total_M)) * LN2)
-    tl.store(lse + tl.cast(row, tl.int64) * queries + t_begin + at_M, lse_M, mask=here_M)
+    tl.store(lse + (b * heads + h_M) * queries + t_M, lse_M, mask=here_M)
 
 
 def forward_launch(
@@ -226,4 +231,5 @@ def forward_launch(
         **strides("o", "bth", o_BTHD),
         **options(heads, kv_heads, queries, keys, window, first_BS, scale, softcap, head_size, narrow, tile),
     }
-    return forward_kernel, batch * heads * triton.cdiv(queries, tile.m), arguments
+    arguments["PACK"] = pack = heads_in_block(heads // kv_heads, queries, narrow, tile.m)
+    return forward_kernel, batch * heads // pack * triton.cdiv(queries, tile.m // pack), arguments

@@ -20,16 +20,18 @@ class Tile:
     """One launch configuration.
 
     Attributes:
-        m: queries per block.
+        m: queries per block (or rows, where the heads of a group share a block).
         n: keys per block.
         warps: warps of 32 threads per program.
         stages: depth of the software pipeline over the loop's loads.
+        registers: most registers a thread may have, so that more programs fit on a multiprocessor; None for no limit.
     """
 
     m: int
     n: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 # (kernel, narrow window) -> padded head size -> candidates, the best first. Shared memory of compute capability 9.0
@@ -37,36 +39,57 @@ class Tile:
 _HOPPER: dict[tuple[Kernel, bool], dict[int, tuple[Tile, ...]]] = {
     ("forward", False): {
         64: (
+            Tile(128, 64, 8, 3, 128),
+            Tile(128, 128, 8, 2),
             Tile(128, 128, 8, 3),
             Tile(128, 64, 4, 3),
-            Tile(128, 128, 8, 2),
             Tile(128, 64, 4, 4),
-            Tile(128, 64, 8, 3),
+            Tile(128, 64, 8, 4, 128),
+            Tile(128, 64, 8, 2, 128),
+            Tile(256, 64, 8, 3),
             Tile(64, 128, 4, 3),
-            Tile(64, 64, 4, 3),
+            Tile(64, 64, 4, 3, 128),
         ),
-        128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
-        256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)),
+        128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2)),
+        256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 4, 2)),
     },
     ("forward", True): {
-        64: (Tile(64, 64, 4, 3), Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 128, 8, 2)),
-        128: (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 3)),
+        64: (
+            Tile(128, 64, 8, 3, 128),
+            Tile(128, 64, 4, 3),
+            Tile(128, 64, 8, 2, 128),
+            Tile(128, 32, 8, 3, 128),
+            Tile(128, 32, 4, 3),
+            Tile(256, 64, 8, 2),
+            Tile(256, 32, 8, 3),
+            Tile(64, 64, 4, 3, 128),
+            Tile(64, 64, 4, 2, 128),
+        ),
+        128: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
         256: (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2)),
     },
     ("dq", False): {
         64: (
+            Tile(64, 64, 4, 3, 168),
             Tile(128, 64, 8, 3),
             Tile(128, 128, 8, 2),
-            Tile(128, 64, 4, 3),
-            Tile(128, 64, 8, 4),
+            Tile(64, 64, 4, 2, 168),
+            Tile(128, 64, 8, 2),
             Tile(64, 128, 4, 3),
-            Tile(64, 64, 4, 3),
+            Tile(64, 64, 4, 4),
         ),
         128: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
-        256: (Tile(64, 32, 4, 2), Tile(64, 64, 8, 1)),
+        256: (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2)),
     },
     ("dq", True): {
-        64: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+        64: (
+            Tile(64, 64, 4, 2, 168),
+            Tile(64, 64, 4, 3, 168),
+            Tile(128, 64, 8, 2),
+            Tile(128, 64, 8, 3),
+            Tile(128, 32, 8, 3, 128),
+            Tile(64, 32, 4, 3, 128),
+        ),
         128: (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(128, 64, 8, 2)),
         256: (Tile(64, 32, 4, 2),),
     },
@@ -76,16 +99,24 @@ _HOPPER: dict[tuple[Kernel, bool], dict[int, tuple[Tile, ...]]] = {
             Tile(64, 128, 8, 2),
             Tile(64, 64, 4, 3),
             Tile(64, 64, 4, 2),
+            Tile(64, 64, 4, 2, 168),
             Tile(32, 128, 8, 3),
-            Tile(32, 64, 4, 4),
+            Tile(32, 64, 4, 4, 168),
             Tile(128, 64, 8, 2),
         ),
-        128: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 3), Tile(64, 64, 8, 2)),
+        128: (Tile(64, 128, 8, 2), Tile(32, 128, 8, 3), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
         256: (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
     },
     ("dkdv", True): {
-        64: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 128, 8, 2), Tile(32, 64, 4, 3), Tile(32, 128, 8, 3)),
-        128: (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(32, 64, 4, 3)),
+        64: (
+            Tile(64, 64, 4, 2),
+            Tile(64, 64, 4, 3),
+            Tile(64, 64, 4, 2, 168),
+            Tile(64, 128, 8, 2),
+            Tile(32, 64, 4, 3, 168),
+            Tile(32, 128, 8, 3),
+        ),
+        128: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 3)),
         256: (Tile(32, 64, 8, 2),),
     },
 }

@@ -55,7 +55,7 @@ def compile_launch(launch: tuple[Any, int, dict[str, Any]], capability: int) -> 
             if value % 16 == 0 and not free:
                 attributes[(n,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+    options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
