@@ -53,9 +53,9 @@ def resolve_backend(
         if triton_op.INTERPRETED:
             return "triton", "interpreted"
     raise UnsupportedError(
-        expected=f"fp16, bf16 or fp32 with heads of at most {MAX_HEAD_SIZE}, on CUDA with triton, for backend='triton'",
+        expected=f"fp16, bf16 or fp32 with heads of at most {MAX_HEAD_SIZE}, on CUDA with triton, for 'triton'",
         got=reason,
-        remedy="Use backend='auto'.",
+        remedy="Choose 'auto'.",
     )
 
 

@@ -28,6 +28,7 @@ from unsloth_plugins.core.sink_attention.triton_common import (
     load_rows,
     options,
     query_rows,
+    schedule,
     store_queries,
     store_rows,
     strides,
@@ -139,7 +140,7 @@ def _dq_step(
     return tl.dot(dx_MN.to(k_ND.dtype), k_ND, acc_MD, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["lse_stride_b", "queries", "keys", "window"])
+@triton.jit(do_not_specialize=["lse_stride_b", "batch", "queries", "keys", "window"])
 def dq_kernel(
     q,
     k,
@@ -166,6 +167,7 @@ def dq_kernel(
     dq_stride_t,
     dq_stride_h,
     lse_stride_b,
+    batch,
     heads,
     groups,
     queries,
@@ -183,9 +185,9 @@ def dq_kernel(
     SOFTCAP: tl.constexpr,
 ):
     blocks = tl.cdiv(queries, M // PACK)
-    program = tl.program_id(0)
-    t_begin = (blocks - 1 - program % blocks) * (M // PACK)
-    row = program // blocks * PACK
+    block, row = schedule(blocks, batch * heads // PACK, 8)
+    t_begin = (blocks - 1 - block) * (M // PACK)
+    row *= PACK
     b = tl.cast(row // heads, tl.int64)
     h = tl.cast(row % heads, tl.int64)
     i_begin = keys - queries + t_begin
@@ -339,7 +341,7 @@ def query_blocks(
     return left, left_begin, right, full_end, full_begin, full_end
 
 
-@triton.jit(do_not_specialize=["lse_stride_b", "queries", "keys", "window"])
+@triton.jit(do_not_specialize=["lse_stride_b", "batch", "queries", "keys", "window"])
 def dkdv_kernel(
     q,
     k,
@@ -370,6 +372,7 @@ def dkdv_kernel(
     dv_stride_s,
     dv_stride_h,
     lse_stride_b,
+    batch,
     heads,
     groups,
     queries,
@@ -386,11 +389,10 @@ def dkdv_kernel(
     SOFTCAP: tl.constexpr,
 ):
     blocks = tl.cdiv(keys, N)
-    program = tl.program_id(0)
-    # The first keys are seen by the most queries, so the long programs come first.
-    j_begin = program % blocks * N
-    row = program // blocks
     kv_heads = heads // groups
+    # The first keys are seen by the most queries.
+    block, row = schedule(blocks, batch * kv_heads, 4)
+    j_begin = block * N
     b = tl.cast(row // kv_heads, tl.int64)
     h_kv = tl.cast(row % kv_heads, tl.int64)
     h = h_kv * groups
@@ -542,7 +544,7 @@ def dq_launch(
         "first": first_BS,
         "dq": dq_BTHD,
         **strides("dq", "bth", dq_BTHD),
-        **options(heads, kv_heads, queries, keys, window, first_BS, scale, softcap, head_size, narrow, tile),
+        **options(batch, heads, kv_heads, queries, keys, window, first_BS, scale, softcap, head_size, narrow, tile),
     }
     arguments["PACK"] = pack = heads_in_block(heads // kv_heads, queries, narrow, tile.m)
     return dq_kernel, batch * heads // pack * triton.cdiv(queries, tile.m // pack), arguments
@@ -579,6 +581,6 @@ def dkdv_launch(
         "dv": dv_BSKD,
         **strides("dk", "bsh", dk_BSKD),
         **strides("dv", "bsh", dv_BSKD),
-        **options(heads, kv_heads, queries, keys, window, last_BS, scale, softcap, head_size, narrow, tile),
+        **options(batch, heads, kv_heads, queries, keys, window, last_BS, scale, softcap, head_size, narrow, tile),
     }
     return dkdv_kernel, batch * kv_heads * triton.cdiv(keys, tile.n), arguments

@@ -54,6 +54,20 @@ def store_rows(base, start, stride, rows, value_RD, HEAD: tl.constexpr, R: tl.co
 
 
 @triton.jit
+def schedule(blocks, rows, TOGETHER: tl.constexpr):
+    """Block and row (batch and head) of this program, in the order in which they should start.
+
+    Block 0 is the longest. Within TOGETHER rows all blocks 0 come first, then all blocks 1: a long block that starts
+    late would run alone at the end. Not over all rows, so that neighbours in time read the same keys.
+    """
+    program = tl.program_id(0)
+    first = program // (blocks * TOGETHER) * TOGETHER
+    here = tl.minimum(rows - first, TOGETHER)
+    n = program - first * blocks
+    return n // here, first + n % here
+
+
+@triton.jit
 def query_rows(start, stride_t, stride_h, M: tl.constexpr, PACK: tl.constexpr):
     """[M] offsets of the rows of M / PACK queries from ``start`` on, PACK neighbouring heads of each, heads fastest."""
     at_M = tl.arange(0, M)
@@ -150,6 +164,7 @@ def heads_in_block(groups: int, queries: int, narrow: bool, m: int) -> int:
 
 
 def options(
+    batch: int,
     heads: int,
     kv_heads: int,
     queries: int,
@@ -164,6 +179,7 @@ def options(
 ) -> dict[str, Any]:
     """Arguments that every kernel over blocks takes."""
     return {
+        "batch": batch,
         "heads": heads,
         "groups": heads // kv_heads,
         "queries": queries,

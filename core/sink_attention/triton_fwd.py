@@ -29,6 +29,7 @@ from unsloth_plugins.core.sink_attention.triton_common import (
     load_rows,
     options,
     query_rows,
+    schedule,
     store_queries,
     strides,
 )
@@ -86,7 +87,7 @@ def _attend(
     return acc_MD, new_top_M, total_M
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "window"])
+@triton.jit(do_not_specialize=["batch", "queries", "keys", "window"])
 def forward_kernel(
     q,
     k,
@@ -108,6 +109,7 @@ def forward_kernel(
     o_stride_b,
     o_stride_t,
     o_stride_h,
+    batch,
     heads,
     groups,
     queries,
@@ -125,10 +127,10 @@ def forward_kernel(
     SOFTCAP: tl.constexpr,
 ):
     blocks = tl.cdiv(queries, M // PACK)
-    program = tl.program_id(0)
-    # The last queries see the most keys: start with them, so that the short programs fill the end.
-    t_begin = (blocks - 1 - program % blocks) * (M // PACK)
-    row = program // blocks * PACK
+    block, row = schedule(blocks, batch * heads // PACK, 8)
+    # The last queries see the most keys.
+    t_begin = (blocks - 1 - block) * (M // PACK)
+    row *= PACK
     b = tl.cast(row // heads, tl.int64)
     h = tl.cast(row % heads, tl.int64)
     i_begin = keys - queries + t_begin
@@ -229,7 +231,7 @@ def forward_launch(
         **strides("k", "bsh", k_BSKD),
         **strides("v", "bsh", v_BSKD),
         **strides("o", "bth", o_BTHD),
-        **options(heads, kv_heads, queries, keys, window, first_BS, scale, softcap, head_size, narrow, tile),
+        **options(batch, heads, kv_heads, queries, keys, window, first_BS, scale, softcap, head_size, narrow, tile),
     }
     arguments["PACK"] = pack = heads_in_block(heads // kv_heads, queries, narrow, tile.m)
     return forward_kernel, batch * heads // pack * triton.cdiv(queries, tile.m // pack), arguments

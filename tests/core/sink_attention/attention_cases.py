@@ -45,6 +45,7 @@ CASES = {
     "head size 80": Case((1, 40, 40, 2, 1, 80)),
     "head size 256": Case((1, 40, 40, 1, 1, 256)),
     "groups of 3": Case((2, 33, 33, 6, 2, 16)),
+    "heads that fill no round of the schedule": Case((3, 40, 40, 9, 3, 16)),
     "heads first": Case((2, 33, 33, 4, 2, 16), layout="bhtd"),
     "window 1": Case((1, 40, 40, 2, 1, 16), options={"window": 1}),
     "window 8": Case((1, 129, 129, 2, 1, 16), options={"window": 8}),
