@@ -27,6 +27,7 @@ class Case:
 
     shape: tuple[int, int, int, int, int, int]
     sink: bool = True
+    first_sink: float | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
     padding: tuple[tuple[int, int, int | None], ...] | None = None
     head_groups: int = 1
@@ -60,9 +61,14 @@ CASES = {
     "right padding and a hole": Case((2, 70, 70, 2, 1, 16), padding=((0, 33, 12), (3, 0, 40))),
     "no key at all": Case((2, 40, 40, 2, 1, 16), padding=((40, 0, None), (0, 0, None))),
     "empty rows without a sink": Case((2, 70, 70, 2, 1, 16), sink=False, padding=((41, 3, None), (70, 0, None))),
+    "a sink of minus infinity": Case(
+        (2, 40, 40, 2, 1, 16), first_sink=float("-inf"), padding=((11, 0, 20), (40, 0, None))
+    ),
     "decode": Case((2, 1, 130, 4, 2, 16), padding=((0, 0, None), (9, 0, None))),
     "decode past the window": Case((2, 1, 130, 4, 2, 16), options={"window": 17}),
     "chunk after a cache": Case((2, 50, 130, 4, 2, 16), padding=((0, 0, None), (100, 0, None))),
+    "chunk from the last but one key of a block": Case((1, 40, 166, 2, 1, 16)),
+    "chunk from the last key of a block": Case((1, 40, 167, 2, 1, 16)),
     "chunk in a window": Case((1, 50, 130, 4, 2, 16), options={"window": 40}),
     "everything": Case(
         (2, 130, 130, 4, 2, 24),
@@ -124,15 +130,12 @@ def eager(
     allowed = allowed[:, None].expand(q.shape[0], q.shape[2], -1, -1)
     logits = logits.masked_fill(~allowed, float("-inf"))
     empty = ~allowed.any(dim=-1, keepdim=True)
-    if sink is None:
-        # Without a sink the column is there for empty rows only, so that they give 0 instead of NaN.
-        column = torch.full_like(logits[..., :1], float("-inf")).masked_fill(empty, 0.0)
-    else:
-        column = sink.to(q.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)
-    logits = torch.cat([logits, column], dim=-1)
-    lse = torch.logsumexp(logits.double(), dim=-1)
-    if sink is None:
-        lse = lse.masked_fill(empty.squeeze(-1), float("-inf"))
+    column = q.new_full((q.shape[2],), float("-inf")) if sink is None else sink.to(q.dtype)
+    column = column[None, :, None, None].expand(*logits.shape[:3], 1)
+    # Nothing at all in a row: any finite number in the column gives 0 instead of NaN.
+    nothing = empty & (column == float("-inf"))
+    logits = torch.cat([logits, column.masked_fill(nothing, 0.0)], dim=-1)
+    lse = torch.logsumexp(logits.double(), dim=-1).masked_fill(nothing.squeeze(-1), float("-inf"))
     return torch.einsum("bhts,bshd->bthd", torch.softmax(logits, dim=-1)[..., :-1], v), lse
 
 
@@ -160,6 +163,8 @@ def run_case(case: Case, dtype: torch.dtype, device: str) -> None:
     inputs = [rand(queries, heads), rand(keys, kv_heads), rand(keys, kv_heads)]
     if case.sink:
         inputs.append(torch.randn(heads, generator=generator).to(device, dtype))
+    if case.first_sink is not None:
+        inputs[3][0] = case.first_sink
     options = dict(case.options)
     if case.documents is not None:
         options["documents_BS"] = document_ids(case.documents, device)
