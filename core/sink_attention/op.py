@@ -43,15 +43,18 @@ def resolve_backend(
         reason = "triton is not installed"
     else:
         reason = why_no_triton(device, dtype)
+        wide = head_size > 128 and dtype == torch.float32
+        if reason is None and wide and torch.cuda.get_device_capability(device) < (8, 0):
+            reason = f"float32 heads of {head_size}, too large for the shared memory of compute capability 7.5"
+        if device.type == "cpu" and choice == "triton":
+            from unsloth_plugins.core.sink_attention import triton_op
+
+            if triton_op.INTERPRETED:
+                return "triton", "interpreted"
     if reason is None:
         return "triton", f"{dtype} on CUDA".replace("torch.", "")
     if choice == "auto":
         return "reference", f"no kernel: {reason}"
-    if device.type == "cpu" and find_spec("triton") is not None and head_size <= MAX_HEAD_SIZE:
-        from unsloth_plugins.core.sink_attention import triton_op
-
-        if triton_op.INTERPRETED:
-            return "triton", "interpreted"
     raise UnsupportedError(
         expected=f"fp16, bf16 or fp32 with heads of at most {MAX_HEAD_SIZE}, on CUDA with triton, for 'triton'",
         got=reason,

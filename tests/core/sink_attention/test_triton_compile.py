@@ -52,4 +52,6 @@ def test_gpt_oss_shapes_fit(capability: int, tmp_path: Path) -> None:
 def test_all_head_sizes_and_candidates_fit(capability: int, dtype: str, tmp_path: Path) -> None:
     half = "float16" if capability == 75 else "bfloat16"
     sizes = "16,64,128,256" if capability in (80, 86, 90) else "128,256"
+    if (capability, dtype) == (75, "float32"):
+        sizes = "64,128"  # more is refused there
     check_shared(compile_all(capability, half if dtype == "half" else dtype, sizes, "all", tmp_path), capability)
