@@ -148,7 +148,8 @@ def measure(problem: Problem, run: Run, repeats: int) -> dict[str, float]:
 def sweep(problem: Problem, repeats: int) -> None:
     """Time each kernel with each candidate of the table, and print them, the fastest first."""
     from unsloth_plugins.core.sink_attention.masks import visible_range
-    from unsloth_plugins.core.sink_attention.triton_bwd import dkdv_launch, dq_launch
+    from unsloth_plugins.core.sink_attention.triton_bwd import dq_launch
+    from unsloth_plugins.core.sink_attention.triton_dkdv import dkdv_launch
     from unsloth_plugins.core.sink_attention.triton_fwd import forward_launch
     from unsloth_plugins.core.sink_attention.triton_op import run
     from unsloth_plugins.core.sink_attention.triton_tiles import Kernel, configs, is_narrow

@@ -198,3 +198,29 @@ def options(
         "num_stages": tile.stages,
         **({} if tile.registers is None else {"maxnreg": tile.registers}),
     }
+
+
+def backward_inputs(
+    q_BTHD: torch.Tensor,
+    k_BSKD: torch.Tensor,
+    v_BSKD: torch.Tensor,
+    do_BTHD: torch.Tensor,
+    lse_BHT: torch.Tensor,
+    delta_BHT: torch.Tensor,
+    key_mask_BS: torch.Tensor | None,
+) -> dict[str, Any]:
+    """Arguments that both gradient kernels read."""
+    return {
+        "q": q_BTHD,
+        "k": k_BSKD,
+        "v": v_BSKD,
+        "do": do_BTHD,
+        "lse": lse_BHT,
+        "delta": delta_BHT,
+        "key_mask": key_mask_BS,
+        **strides("q", "bth", q_BTHD),
+        **strides("k", "bsh", k_BSKD),
+        **strides("v", "bsh", v_BSKD),
+        **strides("do", "bth", do_BTHD),
+        "lse_stride_b": lse_BHT.stride(0),
+    }

@@ -14,7 +14,8 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from unsloth_plugins.core.sink_attention.masks import visible_range
-from unsloth_plugins.core.sink_attention.triton_bwd import ROWS, dkdv_launch, dq_launch, row_sums_launch
+from unsloth_plugins.core.sink_attention.triton_bwd import ROWS, dq_launch, row_sums_launch
+from unsloth_plugins.core.sink_attention.triton_dkdv import dkdv_launch
 from unsloth_plugins.core.sink_attention.triton_fwd import forward_kernel, forward_launch
 from unsloth_plugins.core.sink_attention.triton_tiles import Kernel, Tile, configs, is_narrow
 

@@ -18,7 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from unsloth_plugins.core.sink_attention.triton_bwd import dkdv_launch, dq_launch, row_sums_launch
+from unsloth_plugins.core.sink_attention.triton_bwd import dq_launch, row_sums_launch
+from unsloth_plugins.core.sink_attention.triton_dkdv import dkdv_launch
 from unsloth_plugins.core.sink_attention.triton_fwd import forward_launch
 from unsloth_plugins.core.sink_attention.triton_tiles import configs, is_narrow
 

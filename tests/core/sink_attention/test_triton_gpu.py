@@ -119,7 +119,8 @@ def test_packed_documents_equal_the_documents_alone() -> None:
 
 
 def test_twenty_lengths_compile_a_bounded_number_of_kernels() -> None:
-    from unsloth_plugins.core.sink_attention.triton_bwd import dkdv_kernel, dq_kernel, row_sums_kernel
+    from unsloth_plugins.core.sink_attention.triton_bwd import dq_kernel, row_sums_kernel
+    from unsloth_plugins.core.sink_attention.triton_dkdv import dkdv_kernel
     from unsloth_plugins.core.sink_attention.triton_fwd import forward_kernel
 
     kernels = (forward_kernel, row_sums_kernel, dq_kernel, dkdv_kernel)
