@@ -162,6 +162,8 @@ def sink_attention_triton(
         o_BTHD: [B, T, H, D] in the dtype of q.
         lse_BHT: [B, H, T] float32: natural log, the sink included; differentiable.
     """
+    if window is not None and window >= k_BSKD.shape[1]:
+        window = None
     if scale <= 0:
         # The kernels scale after they have taken a maximum.
         q_BTHD, scale = q_BTHD * ((scale > 0) - (scale < 0)), abs(scale) or 1.0
