@@ -18,7 +18,7 @@ from unsloth_plugins.core.errors import ModelError, UnsupportedError
 from unsloth_plugins.core.experts.op import resolve_implementation
 from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import add_missing_adapters, check_targets
-from unsloth_plugins.core.models.attention import ConfigSwap, patch_attention, why_not
+from unsloth_plugins.core.models.attention import ConfigSwap, attention_backend, patch_attention, why_not
 from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
 from unsloth_plugins.core.models.experts import PackedExperts, patch_experts
@@ -152,15 +152,15 @@ class Applied:
             self.tokens_seen += embeds.shape[:-1].numel()
 
     def _apply_attention(self) -> None:
-        if self.config.attention is None:
+        choice = self.config.attention
+        if choice is None:
             self._note("attention", "left alone", "switched off in the config")
             return
-        asked = self.config.attention == "reference"
-        reason = why_not(self.parts, asked=asked)
+        reason = why_not(self.parts, asked=choice != "auto")
         if reason is not None:
-            if asked:
+            if choice != "auto":
                 raise UnsupportedError(
-                    expected="a model whose attention can be taken over, for attention='reference'",
+                    expected=f"a model whose attention can be taken over, for attention={choice!r}",
                     got=f"{type(self.parts.causal_lm).__name__}: {reason}",
                     remedy="Use attention='auto' or None.",
                 )
@@ -168,8 +168,9 @@ class Applied:
             if self.parts.has_sinks:
                 logger.warning("Attention with sinks is left alone: %s. Packed documents may see each other.", reason)
             return
-        self._configs = patch_attention(self.parts, self._patches)
-        self._note("attention", "on", "reference sink attention, linear memory, packed documents kept apart")
+        backend, why = attention_backend(self.parts, choice)
+        self._configs = patch_attention(self.parts, self._patches, choice)
+        self._note("attention", "on", f"{backend} sink attention ({why}), linear memory, packed documents kept apart")
 
     def _apply_experts(self) -> None:
         choice = self.config.experts

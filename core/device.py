@@ -19,6 +19,19 @@ def supports_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 8
 
 
+def why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why kernels in ``dtype`` don't run natively on ``device``, or ``None``: NVIDIA of compute capability >= 7.5."""
+    if device.type != "cuda":
+        return f"a tensor on {device.type}"
+    if torch.version.hip is not None:
+        return "a ROCm build of torch"
+    capability = torch.cuda.get_device_capability(device)
+    least = (8, 0) if dtype == torch.bfloat16 else (7, 5)
+    if capability < least:
+        return f"{dtype} on compute capability {capability[0]}.{capability[1]}, below {least[0]}.{least[1]}"
+    return None
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """High-water mark in GiB: the caching allocator's on CUDA, the process's resident set elsewhere."""
     if device.type == "cuda":

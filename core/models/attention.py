@@ -7,6 +7,7 @@ from typing import Any
 
 from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.patches import PatchSet
+from unsloth_plugins.core.sink_attention.op import Backend, resolve_backend
 
 NAME = "unsloth_sinks"
 _KEYS = ("_attn_implementation_internal", "_attn_implementation")
@@ -69,11 +70,27 @@ class ConfigSwap:
         self._pairs.clear()
 
 
-def patch_attention(parts: ModelParts, patches: PatchSet) -> ConfigSwap:
-    """Register the backend with transformers (once per process) and select it for this instance."""
+def attention_backend(parts: ModelParts, choice: Backend) -> tuple[str, str]:
+    """What ``choice`` means for this model as it is now, and why.
+
+    Raises:
+        UnsupportedError: ``triton`` was asked for and can't run.
+    """
+    model: Any = parts.causal_lm
+    return resolve_backend(choice, model.device, model.dtype, getattr(parts.layers[0].attention, "head_dim", 0))
+
+
+def patch_attention(parts: ModelParts, patches: PatchSet, choice: Backend = "auto") -> ConfigSwap:
+    """Register our attention with transformers (once per process) and select it for this instance.
+
+    A choice other than ``auto`` is noted on each attention module, where the registered function looks for it.
+    """
     from unsloth_plugins.core.sink_attention import transformers_backend  # pulls in transformers: only when needed
 
     transformers_backend.register()
+    if choice != "auto":
+        for attention in filter(None, (layer.attention for layer in parts.layers)):
+            patches.set(attention, transformers_backend.CHOICE, choice)
     swap = ConfigSwap()
     swap.swap(parts, patches)
     return swap

@@ -1,6 +1,6 @@
-"""Document ids for packed rows, computed on the device without a host synchronisation.
+"""Document ids for packed rows and the range of keys that a query sees, on the device without a host synchronisation.
 
-Shape suffixes: B batch, S tokens of a row, N documents.
+Shape suffixes: B batch, T positions of a row, S keys, N documents.
 """
 
 from __future__ import annotations
@@ -53,3 +53,56 @@ def documents_from_cu_seqlens(cu_seqlens: torch.Tensor, total: int) -> torch.Ten
         )
     tokens_S = torch.arange(total, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return (torch.searchsorted(cu_seqlens.contiguous(), tokens_S, right=True) - 1)[None]
+
+
+def number_runs(documents_BS: torch.Tensor) -> torch.Tensor:
+    """Number the runs of equal ids of each row: an id that comes back after another one starts a new document.
+
+    Args:
+        documents_BS: [B, S] ids of any dtype.
+
+    Returns:
+        [B, S] int64, 0 for the first run of a row, non-decreasing along it.
+    """
+    starts_BS = torch.zeros_like(documents_BS, dtype=torch.int64)
+    starts_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    return starts_BS.cumsum(dim=1)
+
+
+def visible_range(
+    documents_BS: torch.Tensor | None, key_mask_BS: torch.Tensor | None, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """The first key that each position sees, and the last position that sees each key.
+
+    Causality, the window, documents and left padding all leave a position i one run of keys, first[i] .. i, whose
+    begin never moves back along the row. So first[i] <= j <= i decides whether i sees j, a block of queries
+    i .. i' needs the keys first[i] .. i', and a block of keys j .. j' is needed by the queries j .. last[j'].
+    Other holes of the key mask are not in the range; they stay a mask on the keys.
+
+    Args:
+        documents_BS: [B, S] ids; a document is a run of equal ids. None for one document a row.
+        key_mask_BS: [B, S] bool, or None.
+        window: keys that a position sees, itself included, or None.
+
+    Returns:
+        first_BS [B, S] int32, possibly larger than its own position: that position sees nothing.
+        last_BS [B, S] int32, possibly smaller than its own position: nothing sees that key.
+        (None, None) where causality and the window say everything.
+    """
+    if documents_BS is None and key_mask_BS is None:
+        return None, None
+    given = documents_BS if documents_BS is not None else key_mask_BS
+    assert given is not None
+    batch, keys = given.shape
+    at_S = torch.arange(keys, device=given.device)
+    first_BS = at_S.new_zeros((batch, keys))
+    if documents_BS is not None:
+        starts_BS = at_S[1:] * (documents_BS[:, 1:] != documents_BS[:, :-1])
+        first_BS[:, 1:] = starts_BS.cummax(dim=1).values if keys > 1 else starts_BS
+    if key_mask_BS is not None:
+        padding_B1 = (~key_mask_BS).to(torch.int64).cumprod(dim=1).sum(dim=1, keepdim=True)
+        first_BS = torch.maximum(first_BS, padding_B1)
+    if window is not None:
+        first_BS = torch.maximum(first_BS, at_S - (window - 1))
+    last_BS = torch.searchsorted(first_BS, at_S.expand(batch, -1).contiguous(), right=True) - 1
+    return first_BS.to(torch.int32), last_BS.to(torch.int32)

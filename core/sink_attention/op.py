@@ -1,14 +1,65 @@
-"""Front door of sink attention: checks every argument once, so that the implementations don't have to.
+"""Front door of sink attention: checks every argument once, and chooses the implementation.
 
 Shape suffixes: B batch, T queries, S keys, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import Literal, get_args
+
 import torch
 
-from unsloth_plugins.core.errors import ShapeError
+from unsloth_plugins.core.device import why_no_triton
+from unsloth_plugins.core.errors import ShapeError, UnsupportedError
+from unsloth_plugins.core.sink_attention.masks import number_runs
 from unsloth_plugins.core.sink_attention.reference import sink_attention_reference
+
+Backend = Literal["auto", "triton", "reference"]
+MAX_HEAD_SIZE = 256
+
+
+def resolve_backend(
+    choice: Backend, device: torch.device, dtype: torch.dtype, head_size: int
+) -> tuple[Literal["triton", "reference"], str]:
+    """What ``choice`` means for such inputs, and why.
+
+    Raises:
+        UnsupportedError: ``triton`` was asked for and can't run here.
+    """
+    if choice not in get_args(Backend):
+        raise UnsupportedError(
+            expected=f"backend to be one of {', '.join(map(repr, get_args(Backend)))}",
+            got=repr(choice),
+            remedy="Leave it out for the default.",
+        )
+    if choice == "reference":
+        return "reference", "asked for"
+    if head_size > MAX_HEAD_SIZE:
+        reason: str | None = f"head size {head_size}"
+    elif dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        reason = str(dtype)
+    elif find_spec("triton") is None:
+        reason = "triton is not installed"
+    else:
+        reason = why_no_triton(device, dtype)
+        wide = head_size > 128 and dtype == torch.float32
+        if reason is None and wide and torch.cuda.get_device_capability(device) < (8, 0):
+            reason = f"float32 heads of {head_size}, too large for the shared memory of compute capability 7.5"
+        if device.type == "cpu" and choice == "triton":
+            from unsloth_plugins.core.sink_attention import triton_op
+
+            if triton_op.INTERPRETED:
+                return "triton", "interpreted"
+    if reason is None:
+        return "triton", f"{dtype} on CUDA".replace("torch.", "")
+    if choice == "auto":
+        return "reference", f"no kernel: {reason}"
+    raise UnsupportedError(
+        expected=f"fp16, bf16 or fp32 with heads of at most {MAX_HEAD_SIZE}, on CUDA with triton, for 'triton'",
+        got=reason,
+        remedy="Choose 'auto'.",
+    )
 
 
 def sink_attention(
@@ -23,6 +74,8 @@ def sink_attention(
     scale: float | None = None,
     softcap: float | None = None,
     block_size: int = 256,
+    head_groups: int = 1,
+    backend: Backend = "auto",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention whose softmax has one more column per head, the sink, that owns no value.
@@ -33,17 +86,26 @@ def sink_attention(
         v_BSKD: [B, S, K, D] values of the same dtype.
         sink_H: [H] sink logits, one per query head, any floating dtype; None for ordinary attention.
         window: number of keys that a query sees, itself included (transformers' ``sliding_window``); None for all.
-        documents_BS: [B, S] integer ids; a query sees only keys with its own id.
+        documents_BS: [B, S] integer ids; a document is a run of equal ids, and a query sees only keys of its own. An id
+            that comes back after another one is a new document.
         key_mask_BS: [B, S]; keys where it is False (or zero) are never seen.
         scale: factor of q . k; None means D ** -0.5.
         softcap: logits become softcap * tanh(logits / softcap); None means off.
-        block_size: queries handled at a time; memory is proportional to it.
+        block_size: queries that the reference handles at a time; its memory is proportional to it.
+        head_groups: the kernels' backward pass takes the key/value heads in so many groups, one after the other, so
+            that its temporaries exist for one group at a time; same result.
+        backend: ``triton`` for the kernels (CUDA, D <= 256, fp16, bf16 or fp32), ``reference`` for plain PyTorch,
+            ``auto`` for the kernels wherever they can run.
         return_lse: also return the log normaliser.
 
     Returns:
         o_BTHD [B, T, H, D] in the dtype of q; with ``return_lse`` also lse_BHT [B, H, T] in float32 (float64 for
         float64 inputs), the sink included. Both are differentiable, once. A query that sees no key gives o = 0 and
         lse = sink (-inf without one).
+
+    Raises:
+        ShapeError: an argument does not fit the others.
+        UnsupportedError: ``backend="triton"`` can't run these inputs.
     """
     _check(q_BTHD, k_BSKD, v_BSKD, sink_H)
     for name, mask in (("documents_BS", documents_BS), ("key_mask_BS", key_mask_BS)):
@@ -51,19 +113,39 @@ def sink_attention(
             _check_row_mask(name, mask, k_BSKD)
     _check_number("window", window, at_least_one=True)
     _check_number("block_size", block_size, at_least_one=True)
+    _check_number("head_groups", head_groups, at_least_one=True)
     _check_number("softcap", softcap, at_least_one=False)
-    o_BTHD, lse_BHT = sink_attention_reference(
-        q_BTHD,
-        k_BSKD,
-        v_BSKD,
-        sink_H,
-        window=window,
-        documents_BS=documents_BS,
-        key_mask_BS=None if key_mask_BS is None else key_mask_BS.to(torch.bool),
-        scale=q_BTHD.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=softcap,
-        block_size=block_size,
-    )
+    key_mask_BS = None if key_mask_BS is None else key_mask_BS.to(torch.bool)
+    scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
+    resolved, _ = resolve_backend(backend, q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1])
+    if resolved == "triton":
+        from unsloth_plugins.core.sink_attention.triton_op import sink_attention_triton
+
+        o_BTHD, lse_BHT = sink_attention_triton(
+            q_BTHD,
+            k_BSKD,
+            v_BSKD,
+            sink_H,
+            window=window,
+            documents_BS=documents_BS,
+            key_mask_BS=key_mask_BS,
+            scale=scale,
+            softcap=softcap,
+            head_groups=head_groups,
+        )
+    else:
+        o_BTHD, lse_BHT = sink_attention_reference(
+            q_BTHD,
+            k_BSKD,
+            v_BSKD,
+            sink_H,
+            window=window,
+            documents_BS=None if documents_BS is None else number_runs(documents_BS),
+            key_mask_BS=key_mask_BS,
+            scale=scale,
+            softcap=softcap,
+            block_size=block_size,
+        )
     return (o_BTHD, lse_BHT) if return_lse else o_BTHD
 
 

@@ -19,6 +19,7 @@ from unsloth_plugins.core.sink_attention.masks import documents_from_cu_seqlens,
 from unsloth_plugins.core.sink_attention.op import sink_attention
 
 BACKEND_NAME = "unsloth_sinks"
+CHOICE = "_unsloth_backend"  # attribute of an attention module that was given a `backend` of its own
 
 
 def register() -> None:
@@ -96,7 +97,7 @@ def attention_forward(
     ignored when a cache already holds tokens (T < S), since then they don't describe the cached keys.
 
     Args:
-        module: the attention module; only ``is_causal`` is read.
+        module: the attention module; only ``is_causal`` and an explicit choice of the backend are read.
         query: [B, H, T, D].
         key: [B, K, S, D].
         value: [B, K, S, D].
@@ -144,6 +145,7 @@ def attention_forward(
         key_mask_BS=attention_mask,
         scale=scaling,
         softcap=softcap,
+        backend=getattr(module, CHOICE, "auto"),
     )
     assert isinstance(o_BTHD, torch.Tensor)
     return o_BTHD, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,29 @@ def test_config_changes_made_while_applied_survive_undo() -> None:
     model.config.use_cache = False
     applied.undo()
     assert model.config is original and original.use_cache is False and original._attn_implementation == "eager"
+
+
+def test_the_chosen_attention_reaches_the_op_of_this_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unsloth_plugins.core.sink_attention import transformers_backend
+
+    chosen, run = [], transformers_backend.sink_attention
+
+    def spy(*args: Any, backend: str, **kwargs: Any) -> Any:
+        chosen.append(backend)
+        return run(*args, backend=backend, **kwargs)
+
+    monkeypatch.setattr(transformers_backend, "sink_attention", spy)
+    one, two = tiny_gpt_oss(), tiny_gpt_oss()
+    state = _state(one)
+    applied = apply(one, attention="reference")
+    assert "reference sink attention (asked for)" in applied.report()
+    assert "reference sink attention (no kernel: a tensor on cpu)" in apply(two).report()
+    batch = batch_of(1, 5)
+    one(**batch)
+    two(**batch)
+    assert chosen == ["reference"] * 4 + ["auto"] * 4
+    applied.undo()
+    assert _state(one) == state
 
 
 def test_report_says_what_was_and_was_not_taken() -> None:
@@ -330,6 +354,14 @@ class TestErrors:
         assert _state(model) == state
         with pytest.raises(UnsupportedError, match="attention"):
             apply(TINY["gpt2"](), attention="reference")
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels could run")
+    def test_attention_kernels_without_a_device_for_them(self) -> None:
+        model = tiny_gpt_oss()
+        state = _state(model)
+        with pytest.raises(UnsupportedError, match="triton.*cpu"):
+            apply(model, attention="triton")
+        assert _state(model) == state
 
     def test_attention_dropout(self) -> None:
         model = tiny_gpt_oss(attention_dropout=0.1)

@@ -1,0 +1,126 @@
+"""Compile the Triton kernels for GPUs that need not be there; run as a script, in a process without the interpreter.
+
+Arguments: compute capability (90, say), dtype, head sizes, ``first`` or ``all`` candidates. Prints one JSON object a
+kernel: the shared memory of a program in bytes, bytes spilled from registers, and ptxas's warnings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from unsloth_plugins.core.sink_attention.triton_bwd import dq_launch, row_sums_launch
+from unsloth_plugins.core.sink_attention.triton_dkdv import dkdv_launch
+from unsloth_plugins.core.sink_attention.triton_fwd import forward_launch
+from unsloth_plugins.core.sink_attention.triton_tiles import configs, is_narrow
+
+TYPES = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+}
+# window, documents and padding, softcap
+MODES: dict[str, tuple[int | None, bool, float | None]] = {
+    "causal": (None, False, None),
+    "window": (128, False, None),
+    "everything": (4096, True, 30.0),
+}
+
+
+def compile_launch(launch: tuple[Any, int, dict[str, Any]], capability: int) -> Any:
+    """What triton would build for this launch on a GPU of that capability."""
+    kernel, _, arguments = launch
+    signature, constants, attributes = {}, {}, {}
+    for n, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        free = parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and not free):
+            signature[parameter.name], constants[(n,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name], attributes[(n,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0 and not free:
+                attributes[(n,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def assemble(ptx: str) -> tuple[int, list[str]]:
+    """Bytes of spill stores, and performance warnings, of triton's own ptxas."""
+    target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
+    assert target is not None
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        tools = triton.knobs.nvidia
+        tool = tools.ptxas_blackwell if int(re.sub(r"\D", "", target[1])) >= 100 else tools.ptxas
+        command = [tool.path, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores", log)
+    assert spilled is not None, log
+    return int(spilled[1]), [line for line in log.splitlines() if "Performance Loss" in line]
+
+
+def launches(dtype: torch.dtype, head_size: int, mode: str, capability: int, every: bool) -> Any:
+    """(name, tile, launch) of each kernel at gpt-oss's heads."""
+    window, vectors, softcap = MODES[mode]
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    tokens = 8192
+    q, kv, row = empty(1, tokens, 64, head_size), empty(1, tokens, 8, head_size), empty(1, 64, tokens, of=torch.float32)
+    sink = empty(64, of=torch.float32)
+    bound = empty(1, tokens, of=torch.int32) if vectors else None
+    mask = empty(1, tokens, of=torch.uint8) if vectors else None
+    narrow = is_narrow(window)
+    shared = {"window": window, "scale": 0.125, "softcap": softcap, "narrow": narrow}
+
+    def tiles(kernel: Any) -> Any:
+        found = configs(
+            kernel,
+            head_size=head_size,
+            dtype=dtype,
+            capability=divmod(capability, 10),
+            narrow=narrow,
+            queries=tokens,
+        )
+        return found if every else found[:1]
+
+    for tile in tiles("forward"):
+        yield "forward", tile, forward_launch(q, kv, kv, sink, bound, mask, q, row, tile=tile, **shared)
+    for tile in tiles("dq"):
+        yield "dq", tile, dq_launch(q, kv, kv, q, row, row, bound, mask, q, tile=tile, **shared)
+    for tile in tiles("dkdv"):
+        yield "dkdv", tile, dkdv_launch(q, kv, kv, q, row, row, bound, mask, kv, kv, tile=tile, **shared)
+    if mode == "causal":
+        yield "row_sums", None, row_sums_launch(q, q, row, row, sink, row, empty(1, 64, 64, of=torch.float32))
+
+
+if __name__ == "__main__":
+    for_capability, for_dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
+    for size in map(int, sys.argv[3].split(",")):
+        for name_of_mode in MODES:
+            for kernel_name, tile, launch in launches(
+                for_dtype, size, name_of_mode, for_capability, sys.argv[4] == "all"
+            ):
+                built = compile_launch(launch, for_capability)
+                spilled, warnings = assemble(built.asm["ptx"])
+                row = {"kernel": kernel_name, "mode": name_of_mode, "head_size": size, "tile": str(tile)}
+                row |= {"shared": built.metadata.shared, "spilled": spilled, "warnings": warnings}
+                print(json.dumps(row), flush=True)
