@@ -32,7 +32,7 @@ gpu-test: .venv/.ready
 TREE := build/tree/unsloth_plugins
 
 bench: .venv/.ready
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/python -m benchmarks step
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

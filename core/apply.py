@@ -17,7 +17,12 @@ from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.errors import ModelError, UnsupportedError
 from unsloth_plugins.core.experts.op import resolve_implementation
 from unsloth_plugins.core.models import recognise
-from unsloth_plugins.core.models.adapters import add_missing_adapters, check_targets
+from unsloth_plugins.core.models.adapters import (
+    add_missing_adapters,
+    check_targets,
+    experts_left_out,
+    missing_adapters,
+)
 from unsloth_plugins.core.models.attention import ConfigSwap, attention_backend, patch_attention, why_not
 from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
@@ -192,12 +197,34 @@ class Applied:
         kind = "packed MXFP4" if isinstance(layers[0].experts, PackedExperts) else "dense"
         self._note("experts", "on", f"{kind}, {resolved} ({why}), routing in float32, {len(layers)} layers")
 
-    def _apply_adapters(self) -> None:
+    def add_adapters(self) -> None:
+        """Add the LoRA on experts that adapters in training ask for and PEFT could not create; say so.
+
+        ``apply`` calls it, also when it finds itself done. Adapters added after an optimizer was built are not in it.
+
+        Raises:
+            ConfigError: a target matches nothing, or half of a fused projection is named.
+            UnsupportedError: a LoRA variant that experts can't have.
+        """
         check_targets(self.parts)
+        if missing_adapters(self.parts) and self.config.experts is None:
+            raise UnsupportedError(
+                expected="experts='auto', 'reference' or 'grouped_mm' for LoRA on experts by target_modules",
+                got="experts=None",
+                remedy="Leave `experts` out, or name the experts in target_parameters and let PEFT compute them.",
+            )
         added = add_missing_adapters(self.parts)
         if added is not None:
             self._note("adapters", "on", added)
             logger.warning("%s", added)
+        elif experts_left_out(self.parts) and not any(row.feature == "adapters" for row in self.rows):
+            frozen = "LoRA is on every linear layer and on no expert; name gate_proj, up_proj, down_proj to train those"
+            self._note("adapters", "left alone", frozen)
+            logger.warning("%s", frozen)
+
+    def lacks_adapters(self) -> bool:
+        """Whether an adapter asks for LoRA on experts that is not there."""
+        return bool(missing_adapters(self.parts))
 
     def _apply_loss(self) -> None:
         if self.config.loss is None:
@@ -236,11 +263,13 @@ class Applied:
     def _run(self) -> None:
         vars(self.parts.causal_lm)[_APPLIED] = self
         try:
-            self._apply_adapters()
+            check_targets(self.parts)
+            missing_adapters(self.parts)
             self._apply_attention()
             self._apply_experts()
             self._apply_loss()
             self._apply_checkpointing()
+            self.add_adapters()
         except BaseException:
             self.undo()
             raise
@@ -304,6 +333,7 @@ def apply(model: nn.Module, config: UnslothConfig | None = None, **options: Any)
     if before is not None:
         if before.config == config:
             before.sync_checkpointing()
+            before.add_adapters()
             return before
         before.undo()
         parts = recognise(model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any
@@ -21,6 +22,7 @@ from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 from unsloth_plugins.core.experts import ExpertLora
 from unsloth_plugins.core.models.binding import ModelParts
 
+_DEEPEST = 24  # callers looked at; every module on the way down adds one
 _FUSED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
@@ -84,54 +86,79 @@ def _matches(targets: Any, key: str) -> bool:
     return any(key == target or key.endswith(f".{target}") for target in targets)
 
 
-def _is_all_linear(targets: Any, causal_lm: nn.Module) -> bool:
-    """Whether PEFT expanded ``"all-linear"``: the set then holds every linear layer but the head by its full name."""
-    if not targets or isinstance(targets, str):
-        return False
-    head_of: Any = getattr(causal_lm, "get_output_embeddings", lambda: None)
-    head = head_of()
-    linear = set()
-    for name, module in causal_lm.named_modules():
-        below = getattr(module, "base_layer", module)
-        if isinstance(below, nn.Linear) and module is not head and ".base_layer" not in name and ".lora_" not in name:
-            linear.add(name)
-    return len(linear) > 0 and linear <= set(targets)
+def linear_names_for_peft(name: str) -> list[str]:
+    """Names to add to those of linear layers while PEFT expands ``target_modules="all-linear"``; otherwise none.
+
+    PEFT then leaves no trace of the question in the config: it must be answered while it is asked. It walks
+    ``named_modules``, so the experts module sees the function that asks among its callers.
+
+    Args:
+        name: of the experts module.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        if frame.f_code.co_name == "_maybe_include_all_linear_layers":
+            return [f"{name}.{projection}" for projection in ("gate_up_proj", "down_proj")]
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return []
+
+
+def _places(parts: ModelParts) -> list[tuple[int, nn.Module, str]]:
+    """Of every layer with experts: its number, its MLP, and the name of its experts module."""
+    names = {id(module): name for name, module in parts.causal_lm.named_modules()}
+    return [
+        (number, layer.mlp, names[id(layer.mlp)] + ".experts")
+        for number, layer in enumerate(parts.layers)
+        if layer.mlp is not None and layer.experts is not None
+    ]
+
+
+def _configs(parts: ModelParts) -> dict[str, Any]:
+    """Adapters in training by their names."""
+    configs: dict[str, Any] = getattr(parts.causal_lm, "peft_config", None) or {}
+    return {name: config for name, config in configs.items() if not getattr(config, "inference_mode", False)}
+
+
+def _is_lora(config: Any) -> bool:
+    return hasattr(config, "use_rslora")
 
 
 def check_targets(parts: ModelParts) -> None:
-    """Every name in ``target_modules`` of an adapter in training must match something.
+    """Every name in ``target_modules`` and ``target_parameters`` of an adapter in training must match something.
 
     Raises:
         ConfigError: naming the target that matches nothing.
     """
-    configs: dict[str, Any] = getattr(parts.causal_lm, "peft_config", None) or {}
-    names = [name.replace(".base_layer", "") for name, _ in parts.causal_lm.named_modules()]
-    has_experts = any(layer.experts is not None for layer in parts.layers)
-    for config in configs.values():
-        targets = getattr(config, "target_modules", None)
-        if getattr(config, "inference_mode", False) or not targets or isinstance(targets, str):
-            continue
-        for target in sorted(targets):
-            known = has_experts and target.rpartition(".")[2] in _FUSED
-            if known or any(name == target or name.endswith(f".{target}") for name in names):
+    modules = {name.replace(".base_layer", "") for name, _ in parts.causal_lm.named_modules()}
+    parameters = {name.replace(".base_layer", "") for name, _ in parts.causal_lm.named_parameters()}
+    keys = [key for _, _, key in _places(parts)]
+    parameters |= {f"{key}.{name}" for key in keys for name in ("gate_up_proj", "down_proj")}
+    for config in _configs(parts).values():
+        experts = {f"{key}.{name}" for key in keys for name in _FUSED} if _is_lora(config) else set()
+        for option, known in (("target_modules", modules | experts), ("target_parameters", parameters)):
+            targets = getattr(config, option, None)
+            if not targets or isinstance(targets, str):
                 continue
-            near = get_close_matches(target, {name.rpartition(".")[2] for name in names} | set(_FUSED), n=1)
-            raise ConfigError(
-                expected="every name in target_modules to match a module of the model",
-                got=f"{target!r}, which matches none",
-                remedy=f"Did you mean `{near[0]}`?" if near else "Remove it.",
-            )
+            for target in sorted(targets):
+                if any(_matches([target], name) for name in known):
+                    continue
+                ends = {name.rpartition(".")[2] for name in known} - {str(n) for n in range(len(parts.layers))}
+                near = get_close_matches(target.rpartition(".")[2], ends, n=1)
+                raise ConfigError(
+                    expected=f"every name in {option} to match something in the model",
+                    got=f"{target!r}, which matches nothing",
+                    remedy=f"Did you mean `{near[0]}`?" if near else "Remove it.",
+                )
 
 
-def _asked(config: Any, key: str, all_linear: bool, layer: int) -> set[str]:
+def _asked(config: Any, key: str, layer: int) -> set[str]:
     """Which fused projections of the experts module named ``key`` the adapter's target_modules ask for."""
     chosen = config.layers_to_transform
     if chosen is not None and layer not in ([chosen] if isinstance(chosen, int) else chosen):
         return set()
-    if all_linear:
-        named = set(_FUSED)
-    else:
-        named = {name for name in _FUSED if _matches(config.target_modules, f"{key}.{name}")}
+    named = {name for name in _FUSED if _matches(config.target_modules, f"{key}.{name}")}
     named -= {name for name in named if _matches(config.exclude_modules, f"{key}.{name}")}
     if "gate_up_proj" not in named and len(named & {"gate_proj", "up_proj"}) == 1:
         (one,) = named & {"gate_proj", "up_proj"}
@@ -143,12 +170,34 @@ def _asked(config: Any, key: str, all_linear: bool, layer: int) -> set[str]:
     return {_FUSED[name] for name in named}
 
 
+def _pattern(config: Any, option: str, key: str, name: str, default: int) -> int:
+    """The rank or alpha of one projection; given by gate_proj and up_proj, it is written down for the fused one."""
+    from peft.utils.other import get_pattern_key
+
+    patterns: dict[str, int] = getattr(config, option)
+    given = {}
+    for alias in (alias for alias, fused in _FUSED.items() if fused == name):
+        pattern = get_pattern_key(patterns.keys(), f"{key}.{alias}")
+        if pattern in patterns:
+            given[alias] = patterns[pattern]
+    if name in given or not given:
+        return given.get(name, default)
+    if len(given) != 2 or len(set(given.values())) != 1:
+        raise ConfigError(
+            expected=f"{option} for gate_proj and up_proj alike: the two share one LoRA A",
+            got=str(given),
+            remedy="Give both the same number, or name gate_up_proj.",
+        )
+    patterns[f"experts.{name}"] = given["gate_proj"]
+    return given["gate_proj"]
+
+
 def _check_supported(config: Any) -> None:
     wrong = {
         "use_dora": bool(config.use_dora),
         "lora_bias": bool(config.lora_bias),
         "init_lora_weights": isinstance(config.init_lora_weights, str)
-        and config.init_lora_weights not in ("gaussian", "orthogonal"),
+        and config.init_lora_weights != "gaussian",
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
@@ -159,45 +208,50 @@ def _check_supported(config: Any) -> None:
             )
 
 
-def add_missing_adapters(parts: ModelParts) -> str | None:
-    """Add the expert adapters that ``target_modules`` asks for and PEFT could not create.
-
-    PEFT looks for modules, and gpt-oss's experts are parameters: ``gate_proj``, ``up_proj``, ``down_proj`` match
-    nothing there without a word, and ``"all-linear"`` passes them by. The wrappers are PEFT's, and the adapter's config
-    then names them under ``target_parameters``, so that PEFT alone can load the file.
-
-    Returns:
-        What was added, or ``None``.
+def missing_adapters(parts: ModelParts) -> dict[str, list[tuple[nn.Module, str, str]]]:
+    """The expert projections that adapters in training ask for and do not have: by adapter, (MLP, name, projection).
 
     Raises:
         ConfigError: gate_proj without up_proj or the other way round.
         UnsupportedError: DoRA or another variant on experts.
     """
-    causal_lm = parts.causal_lm
-    configs: dict[str, Any] = getattr(causal_lm, "peft_config", None) or {}
-    names = {id(module): name for name, module in causal_lm.named_modules()}
-    notes = []
-    for adapter, config in configs.items():
-        if config.inference_mode or not hasattr(config, "use_rslora"):
+    missing: dict[str, list[tuple[nn.Module, str, str]]] = {}
+    places = _places(parts)
+    for adapter, config in _configs(parts).items():
+        if not _is_lora(config):
             continue
-        all_linear = _is_all_linear(config.target_modules, causal_lm)
-        wanted = []
-        for number, layer in enumerate(parts.layers):
-            if layer.mlp is None or layer.experts is None:
-                continue
-            key = names[id(layer.mlp)] + ".experts"
-            _, wrappers = unwrap_experts(layer.mlp.experts)  # type: ignore[arg-type]
-            asked = _asked(config, key, all_linear, number)
+        for number, mlp, key in places:
+            _, wrappers = unwrap_experts(mlp.experts)  # type: ignore[arg-type]
             there = {name for name, wrapper in wrappers.items() if adapter in wrapper.lora_A}
-            wanted += [(layer.mlp, key, name) for name in ("gate_up_proj", "down_proj") if name in asked - there]
-        if not wanted:
-            continue
-        _check_supported(config)
+            asked = _asked(config, key, number) - there
+            found = [(mlp, key, name) for name in ("gate_up_proj", "down_proj") if name in asked]
+            if found:
+                missing.setdefault(adapter, []).extend(found)
+        if adapter in missing:
+            _check_supported(config)
+    return missing
+
+
+def add_missing_adapters(parts: ModelParts) -> str | None:
+    """Add the expert adapters that ``target_modules`` asks for and PEFT could not create.
+
+    PEFT looks for modules, and gpt-oss's experts are parameters: ``gate_proj``, ``up_proj``, ``down_proj`` match
+    nothing there without a word. The wrappers are PEFT's, and the adapter's config then names them under
+    ``target_parameters``, so that PEFT alone can load the file.
+
+    Returns:
+        What was added, or ``None``.
+
+    Raises:
+        ConfigError, UnsupportedError: as ``missing_adapters``, before anything is added.
+    """
+    notes = []
+    configs = _configs(parts)
+    for adapter, wanted in missing_adapters(parts).items():
+        config = configs[adapter]
         for mlp, key, name in wanted:
-            _add(causal_lm, mlp, key, name, adapter, config)
-        _record(
-            config, [f"{key}.{name}" for _, key, name in wanted], sum(part.experts is not None for part in parts.layers)
-        )
+            _add(parts.causal_lm, mlp, key, name, adapter, config)
+        _record(config, [f"{key}.{name}" for _, key, name in wanted], len(_places(parts)))
         notes.append(f"LoRA r={config.r} added to {len(wanted)} expert projections for adapter {adapter!r}")
         if config.lora_dropout:
             notes.append(
@@ -208,13 +262,22 @@ def add_missing_adapters(parts: ModelParts) -> str | None:
     return "; ".join(notes) or None
 
 
+def experts_left_out(parts: ModelParts) -> bool:
+    """Whether LoRA in training covers every linear layer and no expert: meant so, or ``"all-linear"`` on dense ones."""
+    places = _places(parts)
+    configs = [config for config in _configs(parts).values() if _is_lora(config) and config.target_modules]
+    if not places or not configs or any(unwrap_experts(mlp.experts)[1] for _, mlp, _ in places):  # type: ignore[arg-type]
+        return False
+    attention = [layer.attention for layer in parts.layers if layer.attention is not None]
+    projections = [getattr(module, name) for module in attention for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    return all(hasattr(projection, "lora_A") for projection in projections)
+
+
 def _add(causal_lm: nn.Module, mlp: nn.Module, key: str, name: str, adapter: str, config: Any) -> None:
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
-    from peft.utils.other import get_pattern_key
 
-    place = f"{key}.{name}"
-    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), place), config.r)
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), place), config.lora_alpha)
+    rank = _pattern(config, "rank_pattern", key, name, config.r)
+    alpha = _pattern(config, "alpha_pattern", key, name, config.lora_alpha)
     plain = copy.copy(config)
     plain.lora_dropout = 0.0  # PEFT refuses it on parameters; ours is put in below
     siblings: list[Any] = [module for module in causal_lm.modules() if isinstance(module, LoraLayer)]

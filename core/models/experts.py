@@ -15,12 +15,13 @@ from torch import nn
 
 from unsloth_plugins.core.experts import ExpertLora, experts, top_k_routing
 from unsloth_plugins.core.experts.op import resolve_implementation
-from unsloth_plugins.core.models.adapters import expert_adapters
+from unsloth_plugins.core.models.adapters import expert_adapters, linear_names_for_peft
 from unsloth_plugins.core.mxfp4.codec import BLOCK, BYTES
 from unsloth_plugins.core.mxfp4.weight import LogicalParameter, PackedWeight
 from unsloth_plugins.core.patches import PatchSet
 
 _CHOICE = "_unsloth_experts"
+_A_LINEAR_LAYER = nn.utils.skip_init(nn.Linear, 1, 1)  # stands for any; only its class is looked at
 PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
@@ -68,6 +69,14 @@ def _experts_forward(
 ) -> torch.Tensor:
     weights: Any = (self.gate_up_proj, self.down_proj)
     return run_experts(self, hidden, router_indices, routing_weights, weights, gate_up_lora, down_lora)
+
+
+def _named_modules(
+    self: nn.Module, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """For dense experts what ``PackedExperts.named_modules`` is for packed ones."""
+    yield from type(self).named_modules(self, memo, prefix, remove_duplicate)
+    yield from ((name, _A_LINEAR_LAYER) for name in linear_names_for_peft(prefix))
 
 
 def _router_forward(self: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -155,6 +164,13 @@ class PackedExperts(nn.Module):
         logical: Any = [(dot + name, self._logical(name)) for name in PROJECTIONS]
         return iter([*logical, *found])
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As usual; while PEFT expands ``"all-linear"``, the projections are among the linear layers."""
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        yield from ((name, _A_LINEAR_LAYER) for name in linear_names_for_peft(prefix))
+
     def forward(
         self,
         hidden: torch.Tensor,
@@ -180,3 +196,4 @@ def patch_experts(mlp: nn.Module, router: nn.Module, layer_experts: nn.Module, p
     patches.set(layer_experts, _CHOICE, choice)
     if not isinstance(layer_experts, PackedExperts):
         patches.set(layer_experts, "forward", MethodType(_experts_forward, layer_experts))
+        patches.set(layer_experts, "named_modules", MethodType(_named_modules, layer_experts))

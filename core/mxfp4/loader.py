@@ -10,6 +10,8 @@ import torch
 
 from unsloth_plugins.core.errors import ModelError
 
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
+
 
 def packed_config(path_or_id: str | os.PathLike[str], **hub_options: Any) -> Any:
     """The config of an MXFP4 checkpoint that makes plain ``from_pretrained`` keep its experts packed.
@@ -25,18 +27,23 @@ def packed_config(path_or_id: str | os.PathLike[str], **hub_options: Any) -> Any
     """
     from transformers import AutoConfig
 
+    return _packed(AutoConfig.from_pretrained(path_or_id, **hub_options))
+
+
+def _packed(config: Any) -> Any:
+    """The same config with our method in the place of the published one; a copy where it must change."""
     from unsloth_plugins.core.mxfp4 import quantizer  # registers the method with transformers
 
-    config = AutoConfig.from_pretrained(path_or_id, **hub_options)
     stored: Any = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    if method != "mxfp4":
+    if method not in ("mxfp4", quantizer.METHOD):
         raise ModelError(
             expected="a checkpoint whose config.json has quant_method 'mxfp4'",
             got=f"quant_method {method!r}" if stored is not None else "no quantization_config",
             remedy="Load it with from_pretrained alone, or pack it with pack_experts.",
         )
     stored = copy.deepcopy(stored) if isinstance(stored, dict) else stored.to_dict()
+    config = copy.deepcopy(config)
     config.quantization_config = {**stored, "quant_method": quantizer.METHOD}
     return config
 
@@ -68,8 +75,10 @@ def load_mxfp4(
     """
     from transformers import AutoModelForCausalLM
 
-    hub = {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
-    config = options.pop("config", None) or packed_config(path_or_id, **hub)
+    hub = {key: options[key] for key in _HUB_OPTIONS if key in options}
+    given = options.pop("config", None)
+    config = packed_config(path_or_id, **hub) if given is None else _packed(given)
+    dtype = options.pop("torch_dtype", dtype)  # its former name
     return AutoModelForCausalLM.from_pretrained(
         path_or_id, config=config, dtype=dtype, device_map=device_map, **options
     )

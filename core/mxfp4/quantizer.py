@@ -7,6 +7,7 @@ registered beside it as ``unsloth_mxfp4`` and writes ``mxfp4`` back when the mod
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -102,19 +103,32 @@ def replace_experts(model: nn.Module) -> None:
 
 def _header(path: str) -> dict[str, Any]:
     """Names, dtypes and shapes in a safetensors file: 8 bytes with the length of a JSON header, then the header."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header: dict[str, Any] = json.loads(file.read(length))
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+    except (OSError, struct.error, ValueError) as error:
+        raise ModelError(
+            expected=f"{Path(path).name} to be a safetensors file", got=repr(error), remedy="Download it again."
+        ) from error
     header.pop("__metadata__", None)
+    end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if os.path.getsize(path) != end:
+        raise ModelError(
+            expected=f"{Path(path).name} of {end} bytes, as its header says",
+            got=f"{os.path.getsize(path)}",
+            remedy="Download it again.",
+        )
     return header
 
 
 def check_checkpoint(model: nn.Module, files: Iterable[str]) -> None:
-    """Compare what the model needs with what the files hold, by their headers, before any weight is read.
+    """Compare what the model needs with what the files hold, by their headers and sizes, before any weight is read.
 
     Raises:
         UnsupportedError: not safetensors.
-        ModelError: a tensor is missing, misshapen, of another kind of dtype, or unknown; it is named.
+        ModelError: a tensor is missing, misshapen, of another kind of dtype, unknown or there twice, or a file is
+            damaged; it is named.
     """
     found: dict[str, Any] = {}
     for file in files:
@@ -124,19 +138,24 @@ def check_checkpoint(model: nn.Module, files: Iterable[str]) -> None:
                 got=Path(file).name,
                 remedy="Convert it, or take the published checkpoint.",
             )
-        found |= _header(file)
+        header = _header(file)
+        if twice := found.keys() & header.keys():
+            raise ModelError(
+                expected="every tensor in one file", got=f"{min(twice)} in two", remedy="Remove the files that don't belong."
+            )
+        found |= header
     wanted = model.state_dict()
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     remedy = "Download it again, or load it with the config that it was saved with."
     for name, tensor in wanted.items():
         if name not in found:
-            if name in tied or name in tied.values():
+            if any(name in pair and (set(pair) - {name}) & found.keys() for pair in tied.items()):
                 continue
             raise ModelError(expected=f"a tensor {name} in the checkpoint", got="none of that name", remedy=remedy)
         kind, shape = found[name]["dtype"], found[name]["shape"]
         if shape != list(tensor.shape):
             raise ModelError(expected=f"{name} of shape {list(tensor.shape)}", got=str(shape), remedy=remedy)
-        if (kind == "U8") != (tensor.dtype == torch.uint8):
+        if kind not in (("U8",) if tensor.dtype == torch.uint8 else ("F64", "F32", "F16", "BF16")):
             expected = "uint8" if tensor.dtype == torch.uint8 else "floating point"
             raise ModelError(expected=f"{name} as {expected}", got=kind, remedy=remedy)
     for name in found:

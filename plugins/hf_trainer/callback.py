@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from unsloth_plugins.core import Applied, UnslothConfig, applied_to, apply
 from unsloth_plugins.core.device import peak_memory_gib
+from unsloth_plugins.core.errors import ConflictError
 from unsloth_plugins.hf_trainer.conflicts import check_arguments
 
 
@@ -60,6 +61,13 @@ class UnslothCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The trainer has just switched checkpointing on, and may have been given another model: follow it."""
+        known = applied_to(kwargs["model"])
+        if known is not None and known.lacks_adapters():
+            raise ConflictError(
+                expected="all adapters to be there when the trainer is built",
+                got="one added since, that asks for LoRA on experts, with an optimizer that does not know it",
+                remedy="Add adapters before the trainer, or call unsloth_plugins.apply(model) right after adding them.",
+            )
         self._apply(args, kwargs["model"])
         assert self.applied is not None
         self.applied.sync_checkpointing()
@@ -109,7 +117,7 @@ class UnslothCallback(TrainerCallback):
         before = applied_to(model)
         kept = before is not None and not self._chosen
         check_arguments(args, before.config if before is not None and kept else self.config)
-        self.applied = before if kept else apply(model, self.config)
+        self.applied = apply(model, before.config if before is not None and kept else self.config)
 
     def _restart(self) -> None:
         assert self.applied is not None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import batch_of, loss_and_grads, tiny_gpt_oss, twin
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import GptOssForCausalLM
 
@@ -46,7 +47,7 @@ def base(request: pytest.FixtureRequest) -> GptOssForCausalLM:
     return _packed_and_dense()[request.param == "dense"]
 
 
-@pytest.mark.parametrize("targets", [EVERYTHING, "all-linear", r".*\.(q|k|v|o|gate|up|down)_proj"])
+@pytest.mark.parametrize("targets", [EVERYTHING, r".*\.(q|k|v|o|gate|up|down)_proj"])
 def test_case_8_expert_targets_are_adapted(base: GptOssForCausalLM, targets: object) -> None:
     model = get_peft_model(base, LoraConfig(r=4, target_modules=targets))
     applied = unsloth_plugins.apply(model)
@@ -67,10 +68,78 @@ def test_case_8_expert_targets_are_adapted(base: GptOssForCausalLM, targets: obj
     assert trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def test_case_8_a_target_without_match_is_named(base: GptOssForCausalLM) -> None:
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "dwon_proj"]))
-    with pytest.raises(ConfigError, match=r"'dwon_proj', which matches none\. Did you mean `down_proj`"):
+@pytest.mark.parametrize("kind", ["packed", "dense, applied first", "dense"])
+@pytest.mark.parametrize("layers", [4, 8])
+def test_case_8_all_linear_reaches_the_experts_or_says_that_it_does_not(kind: str, layers: int, caplog) -> None:  # type: ignore[no-untyped-def]
+    """With 20 names and more PEFT shortens its list to q_proj, k_proj, v_proj, o_proj: nothing tells it from those."""
+    types = ["sliding_attention", "full_attention"] * (layers // 2)
+    packed, dense = _packed_and_dense(num_hidden_layers=layers, layer_types=types)
+    base = packed if kind == "packed" else dense
+    if "first" in kind:
+        unsloth_plugins.apply(base)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
+    unsloth_plugins.apply(model)
+    adapted = sum("experts" in name and "lora_" in name for name, _ in model.named_parameters())
+    assert adapted == (0 if kind == "dense" else 4 * layers)
+    assert any("on no expert" in record.getMessage() for record in caplog.records) == (kind == "dense")
+    assert len(list(base.named_modules())) == len(set(map(id, base.modules())))  # nobody else sees the stand-ins
+
+
+@pytest.mark.parametrize(
+    ("targets", "wrong"),
+    [
+        (dict(target_modules=["q_proj", "dwon_proj"]), r"'dwon_proj', which matches nothing\. Did you mean `down_proj`"),
+        (dict(target_modules=["q_proj", "shared_expert.down_proj"]), "shared_expert.down_proj"),
+        (dict(target_modules=["q_proj", "layers.99.mlp.experts.down_proj"]), "layers.99"),
+        (dict(target_modules=["q_proj"], target_parameters=["mlp.experts.dwon_proj"]), "mlp.experts.dwon_proj"),
+        (dict(target_modules=["q_proj"], target_parameters=[*PARAMETERS, "experts.up_proj"]), "experts.up_proj"),
+    ],
+)
+def test_case_8_a_target_without_match_is_named(base: GptOssForCausalLM, targets: dict[str, Any], wrong: str) -> None:
+    model = get_peft_model(base, LoraConfig(r=4, **targets))
+    with pytest.raises(ConfigError, match=wrong):
         unsloth_plugins.apply(model)
+
+
+def test_case_8_other_adapters_do_not_reach_experts_and_say_so(base: GptOssForCausalLM) -> None:
+    model = get_peft_model(base, LoHaConfig(r=4, target_modules=EVERYTHING))
+    with pytest.raises(ConfigError, match="_proj', which matches nothing"):
+        unsloth_plugins.apply(model)
+
+
+def test_adapters_added_after_apply_are_completed_by_the_next(base: GptOssForCausalLM) -> None:
+    applied = unsloth_plugins.apply(base)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=EVERYTHING))
+    assert applied.lacks_adapters()
+    assert unsloth_plugins.apply(model) is applied and not applied.lacks_adapters()
+    model.add_adapter("second", LoraConfig(r=4, target_modules=EVERYTHING))
+    unsloth_plugins.apply(model)
+    assert sum("experts" in name and "lora_" in name for name, _ in model.named_parameters()) == 32
+    model.add_adapter("third", LoraConfig(r=4, target_modules=["q_proj", "dwon_proj"]))
+    with pytest.raises(ConfigError, match="dwon_proj"):
+        unsloth_plugins.apply(model)
+
+
+def test_ranks_given_for_gate_and_up_are_those_of_the_fused_projection(tmp_path: Path) -> None:
+    packed, dense = _packed_and_dense()
+    options = dict(r=4, target_modules=EVERYTHING)
+    ours = get_peft_model(packed, LoraConfig(**options, rank_pattern={"gate_proj": 2, "up_proj": 2}))
+    unsloth_plugins.apply(ours)
+    experts = ours.get_base_model().model.layers[0].mlp.experts
+    assert (experts.r["default"], experts.base_layer.r["default"]) == (4, 2)
+    ours.save_pretrained(tmp_path)
+    PeftModel.from_pretrained(dense, tmp_path)
+    uneven = get_peft_model(_packed_and_dense()[0], LoraConfig(**options, rank_pattern={"gate_proj": 2}))
+    with pytest.raises(ConfigError, match="alike"):
+        unsloth_plugins.apply(uneven)
+
+
+def test_a_refused_apply_adds_no_adapter(base: GptOssForCausalLM) -> None:
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=EVERYTHING))
+    for options in (dict(experts="grouped_mm"), dict(experts=None)):
+        with pytest.raises(UnsupportedError):
+            unsloth_plugins.apply(model, **options)
+    assert not any("experts" in name and "lora_" in name for name, _ in model.named_parameters())
 
 
 def test_half_of_a_fused_projection_is_refused(base: GptOssForCausalLM) -> None:
@@ -79,7 +148,7 @@ def test_half_of_a_fused_projection_is_refused(base: GptOssForCausalLM) -> None:
         unsloth_plugins.apply(model)
 
 
-@pytest.mark.parametrize("option", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "orthogonal"}])
 def test_variants_are_refused_on_experts(base: GptOssForCausalLM, option: dict[str, object]) -> None:
     model = get_peft_model(base, LoraConfig(r=4, target_modules=EVERYTHING, **option))
     with pytest.raises(UnsupportedError, match=next(iter(option))):
@@ -88,7 +157,7 @@ def test_variants_are_refused_on_experts(base: GptOssForCausalLM, option: dict[s
 
 def test_attention_only_stays_attention_only(base: GptOssForCausalLM) -> None:
     model = get_peft_model(base, LoraConfig(r=4, target_modules=ATTENTION))
-    assert "adapters" not in unsloth_plugins.apply(model).report()
+    assert "on every linear layer and on no expert" in unsloth_plugins.apply(model).report()
     assert not any("experts" in name and "lora_" in name for name, _ in model.named_parameters())
 
 
@@ -182,7 +251,7 @@ def test_several_adapters_switch_and_switch_off(base: GptOssForCausalLM) -> None
     model = get_peft_model(base, LoraConfig(r=4, target_modules=EVERYTHING))
     unsloth_plugins.apply(model)
     model.add_adapter("second", LoraConfig(r=8, target_modules=EVERYTHING))
-    unsloth_plugins.apply(model, loss_chunk_mib=64)
+    unsloth_plugins.apply(model)
     _randomise(model)
     logits = {}
     for name in ("default", "second"):

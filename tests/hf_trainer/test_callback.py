@@ -273,6 +273,18 @@ def test_a_prepared_models_own_options_decide_about_conflicts(tmp_path: Path) ->
     UnslothCallback().on_init_end(args, None, None, model=model)  # type: ignore[arg-type]
 
 
+def test_experts_asked_for_between_building_and_training_are_refused(tmp_path: Path) -> None:
+    """The adapter of a prepared model is completed when the trainer is built; later its optimizer would not know it."""
+    everything = dict(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    model = prepare_model(tiny_gpt_oss())
+    model = lora(model, **everything)
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=Rows([24] * 8), callbacks=[UnslothCallback()])
+    assert sum("experts" in name and "lora_" in name for name, _ in model.named_parameters()) == 16
+    model.add_adapter("second", LoraConfig(r=2, **everything))
+    with pytest.raises(ConflictError, match="Add adapters before the trainer"):
+        trainer.train()
+
+
 def test_several_gpus_in_one_process_are_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     args._n_gpu = 2

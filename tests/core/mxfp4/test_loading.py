@@ -12,12 +12,13 @@ import pytest
 import torch
 from conftest import batch_of, loss_and_grads, tiny_gpt_oss, twin
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssForCausalLM, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssForCausalLM, Mxfp4Config
 
 import unsloth_plugins
 from unsloth_plugins.core.errors import ModelError, UnsupportedError
 from unsloth_plugins.core.models.experts import PackedExperts
 from unsloth_plugins.core.mxfp4 import decode, load_mxfp4, pack_experts, packed_config
+from unsloth_plugins.core.mxfp4.quantizer import check_checkpoint, replace_experts
 
 
 @pytest.fixture
@@ -164,6 +165,57 @@ def test_case_9_a_wrong_tensor_is_named(checkpoint: Path, change, message: str) 
         load_mxfp4(checkpoint)
     with pytest.raises(ModelError, match=message):
         AutoModelForCausalLM.from_pretrained(checkpoint, config=packed_config(checkpoint))
+
+
+def test_case_9_damaged_files_are_named(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    whole = file.read_bytes()
+    for content in (b"", whole[:-100], whole[:40]):
+        file.write_bytes(content)
+        with pytest.raises(ModelError, match="model.safetensors"):
+            load_mxfp4(checkpoint)
+
+
+def test_case_9_other_number_formats_and_double_tensors_are_named(checkpoint: Path) -> None:
+    state = load_file(checkpoint / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(state | {name: state[name].int()}, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="q_proj.weight as floating point; got I32"):
+        load_mxfp4(checkpoint)
+    other = checkpoint / "more.safetensors"
+    save_file({name: state[name]}, other)
+    with pytest.raises(ModelError, match="q_proj.weight in two"):
+        check_checkpoint(load_skeleton(checkpoint), [str(checkpoint / "model.safetensors"), str(other)])
+
+
+def load_skeleton(checkpoint: Path) -> GptOssForCausalLM:
+    """The packed model on the meta device."""
+    with torch.device("meta"):
+        model = GptOssForCausalLM(AutoConfig.from_pretrained(checkpoint))
+        replace_experts(model)
+    return model
+
+
+def test_tied_embeddings_need_one_of_the_two(tmp_path: Path) -> None:
+    model = pack_experts(tiny_gpt_oss(tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load_mxfp4(tmp_path).lm_head.weight, model.lm_head.weight)
+    state = load_file(tmp_path / "model.safetensors")
+    state.pop("lm_head.weight", None)
+    state.pop("model.embed_tokens.weight", None)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="embed_tokens.weight|lm_head.weight"):
+        load_mxfp4(tmp_path)
+
+
+def test_options_of_from_pretrained_are_honoured(tmp_path: Path, checkpoint: Path) -> None:
+    given = load_mxfp4(checkpoint, config=AutoConfig.from_pretrained(checkpoint), torch_dtype=torch.float16)
+    assert isinstance(given.model.layers[0].mlp.experts, PackedExperts)
+    assert given.model.embed_tokens.weight.dtype == torch.float16
+    given.save_pretrained(tmp_path / "outer" / "inner")
+    assert load_mxfp4(tmp_path / "outer", subfolder="inner").dtype == torch.float16
+    with pytest.raises(ModelError, match="no quantization_config"):
+        load_mxfp4(checkpoint, config=tiny_gpt_oss().config)
 
 
 def test_other_checkpoints_are_refused(tmp_path: Path, checkpoint: Path) -> None:

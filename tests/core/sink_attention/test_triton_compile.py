@@ -43,7 +43,8 @@ def test_gpt_oss_shapes_fit(capability: int, tmp_path: Path) -> None:
     if capability >= 80:
         for row in rows:
             # ptxas warns when it has to run matrix instructions one by one; that costs more than any choice of tile.
-            assert row["warnings"] == [] and row["spilled"] <= 64, row
+            # 92 bytes in the dk/dv kernel for Hopper: without them only two programs fit, and it is 10 % slower.
+            assert row["warnings"] == [] and row["spilled"] <= 96, row
 
 
 @pytest.mark.slow
