@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import step
+from benchmarks import attention, step
 
 
 def main() -> int:
     """Parse the command line and run one benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    step.add_arguments(commands.add_parser("step", help="one training step of gpt-oss", description=step.__doc__))
-    return step.run(parser.parse_args())
+    about = {"step": (step, "one training step of gpt-oss"), "attention": (attention, "attention kernels")}
+    for name, (module, summary) in about.items():
+        module.add_arguments(commands.add_parser(name, help=summary, description=module.__doc__))
+    options = parser.parse_args()
+    return about[options.command][0].run(options)
 
 
 if __name__ == "__main__":

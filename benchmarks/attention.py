@@ -1,7 +1,7 @@
 """Sink attention against PyTorch's own attention kernels, forward and backward, bf16, one row of tokens.
 
-    python benchmarks/attention.py --seq 8192,32768 --head-dim 64 --window 128,0 --json FILE    (needs a CUDA device)
-    python benchmarks/attention.py --seq 32768 --head-dim 64 --window 128,0 --sweep
+    python -m benchmarks attention --seq 8192,32768 --head-dim 64 --window 128,0 --json FILE    (needs a CUDA device)
+    python -m benchmarks attention --seq 32768 --head-dim 64 --window 128,0 --sweep
 
 Window 0 is full causal attention. Head size 64 is measured with gpt-oss's 64 query and 8 key/value heads, any other
 with 32 and 8. `sdpa_flash` and `cudnn` know no sink and no window; `flex` gets the sink through its log normaliser.
@@ -13,13 +13,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +24,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from benchmarks import rows
 from unsloth_plugins.core.sink_attention import documents_from_cu_seqlens, sink_attention
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -188,31 +185,13 @@ def sweep(problem: Problem, repeats: int) -> None:
             print(f"  {'':<8}       {time:9.3f} ms {work / time / 1e9:7.1f} TFLOP/s  {tile}", flush=True)
 
 
-def versions() -> dict[str, str]:
-    """Installed versions of what is measured."""
-    found = {"cuda": torch.version.cuda or "", "cudnn": str(torch.backends.cudnn.version())}
-    for name in ("torch", "triton", "unsloth-plugins"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def commit() -> str:
-    """The commit of this checkout, marked where the tree differs from it; empty outside of a checkout."""
-    here = Path(__file__).parent
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=here)
-    return done.stdout.strip()
-
-
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def main() -> int:
-    """Measure every combination and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--seq", type=numbers, default=[8192, 32768], help="lengths in tokens")
     parser.add_argument("--head-dim", type=numbers, default=[64], help="head sizes")
     parser.add_argument("--window", type=numbers, default=[128, 0], help="windows, 0 for full attention")
@@ -222,18 +201,16 @@ def main() -> int:
     parser.add_argument("--impl", default=",".join(IMPLEMENTATIONS), help="implementations (%(default)s)")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--sweep", action="store_true", help="time the candidate configurations of our kernels")
+    parser.add_argument("--commit", help="shown in the rows (default: git's)")
     parser.add_argument("--json", type=Path, help="write the rows here")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure every combination and print its rows as they come."""
     if not torch.cuda.is_available():
         sys.exit("expected a CUDA device; got none. This benchmark measures GPU kernels.")
-    common = {
-        "bench": "attention",
-        "gpu": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "commit": commit(),
-        "date": date.today().isoformat(),
-    }
-    rows: list[dict[str, Any]] = []
+    common = rows.common("attention", options.commit)
+    out: list[dict[str, Any]] = []
     packings = {"no": [False], "yes": [True], "both": [False, True]}[options.packed]
     shapes = [(s, d, w, p) for d in options.head_dim for w in options.window for p in packings for s in options.seq]
     for length, head_dim, window, packed in shapes:
@@ -247,18 +224,13 @@ def main() -> int:
             gc.collect()
             torch.cuda.empty_cache()
             try:
-                run = IMPLEMENTATIONS[name](problem)
-                if run is None:
+                implementation = IMPLEMENTATIONS[name](problem)
+                if implementation is None:
                     continue
-                result: dict[str, Any] = measure(problem, run, options.repeats)
+                result: dict[str, Any] = measure(problem, implementation, options.repeats)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 result = {"error": str(error).splitlines()[0]}
             print(f"  {name:<11}" + "  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
-            rows.append({**common, "impl": name, **shape, **result})
-            if options.json:
-                options.json.write_text(json.dumps(rows, indent=1) + "\n")
+            out.append({**common, "impl": name, **shape, **result})
+            rows.write(out, options.json)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

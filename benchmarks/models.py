@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,23 @@ def config_of(model: str, layers: int | None) -> GptOssConfig:
     return GptOssConfig(**size, bos_token_id=0, pad_token_id=1, eos_token_id=2)
 
 
-def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str) -> int:
+def find_or_write_checkpoint(folder: Path, model: str, layers: int | None, routing: str) -> None:
+    """Write the checkpoint unless it is there.
+
+    Raises:
+        SystemExit: another one is there.
+    """
+    asked = {"model": model, "layers": config_of(model, layers).num_hidden_layers, "routing": routing}
+    label = folder / "benchmark.json"
+    if not folder.exists():
+        write_checkpoint(folder, model, layers, routing)
+        label.write_text(json.dumps(asked))
+    there = json.loads(label.read_text()) if label.is_file() else None
+    if there != asked:
+        sys.exit(f"--checkpoint: expected {asked} or no folder in {folder}; got {there}. Name another folder.")
+
+
+def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str) -> None:
     """Write random weights, one file a layer, with config and a byte-level tokenizer.
 
     Args:
@@ -48,9 +65,6 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
         model: a key of ``SIZES``.
         layers: number of layers, ``None`` for all.
         routing: ``"balanced"`` (random router) or ``"skewed"`` (some experts get several times the tokens).
-
-    Returns:
-        Bytes of all tensors.
     """
     folder.mkdir(parents=True)
     config = config_of(model, layers)
@@ -78,7 +92,6 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
     config.quantization_config = PackedMxfp4Config(["model.layers.*.self_attn", "lm_head"]).to_dict()
     config.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
-    return total
 
 
 def _random(name: str, like: torch.Tensor, routing: str, draw: torch.Generator, device: str) -> torch.Tensor:

@@ -11,26 +11,31 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
+PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "unsloth")
 
-PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "unsloth", "unsloth-plugins")
+
+def versions() -> dict[str, str]:
+    """Of Python and of what is installed of ``PACKAGES`` in this process."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def common(bench: str, commit: str | None = None) -> dict[str, Any]:
     """Name of the benchmark, machine, versions, commit and date."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    import torch
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU)"
-    head = {"bench": bench, "gpu": gpu, "versions": versions, "commit": commit or _commit()}
+    head = {"bench": bench, "gpu": gpu, "versions": versions(), "commit": commit or _commit()}
     return head | {"date": date.today().isoformat()}
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
 
 
@@ -49,4 +54,6 @@ def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "" if value is None else str(value)

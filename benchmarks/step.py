@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rows
-from benchmarks.models import SIZES, config_of, write_checkpoint
+from benchmarks.models import SIZES, config_of, find_or_write_checkpoint
 from benchmarks.worker import BUILDERS, MARK, POLICIES
 
 _COLUMNS = ("impl", "ctx", "peak_gib", "reserved_gib", "host_gib", "step_s", "tok_s", "loss", "grad_norm")
+
+
+_MEASURED = ("peak_gib", "reserved_gib", "host_gib", "step_s", "tok_s", "loss", "grad_norm")
+
+
+def _lengths(text: str) -> list[int]:
+    """Shortest first: after one that does not fit, no longer one is tried."""
+    return sorted(int(part) for part in text.split(","))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", choices=sorted(SIZES), default="gpt-oss-20b")
     parser.add_argument("--weights", choices=("mxfp4", "bf16"), default="mxfp4")
-    parser.add_argument("--ctx", default="2048,8192", help="lengths in tokens (%(default)s)")
+    parser.add_argument("--ctx", type=_lengths, default="2048,8192", help="lengths in tokens (%(default)s)")
     parser.add_argument("--cap-gib", type=float, default=79.0, help="memory cap (%(default)s, an 80 GB card)")
     parser.add_argument("--policy", choices=sorted(POLICIES), default="auto")
     parser.add_argument("--lora-rank", type=int, default=32)
@@ -36,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routing", choices=("balanced", "skewed"), default="balanced")
     parser.add_argument("--optimizer", choices=("adamw_8bit", "adamw"), default="adamw_8bit")
     parser.add_argument("--peers", default="", help=f"any of {', '.join(sorted(set(BUILDERS) - {'ours'}))}")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, choices=range(1, 100), default=3, metavar="N")
     parser.add_argument("--checkpoint", type=Path, help="keep the random weights here, and use them if they are there")
     parser.add_argument("--peer-path", help="PYTHONPATH of the Unsloth peers, where they are not installed")
     parser.add_argument("--commit", help="shown in the rows (default: git's)")
@@ -91,36 +99,63 @@ class Worker:
         self._log.close()
 
 
-def _measure(workers: list[Worker], lengths: list[int], repeats: int, head: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of implementations that take turns on the card."""
-    out = []
-    alive = {worker.impl for worker in workers}
-    for ctx in lengths:
+def _measure(workers: list[Worker], options: argparse.Namespace, head: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of implementations that take turns on the card; numbers are ``None`` where one failed."""
+    out: list[dict[str, Any]] = []
+    failed: dict[str, dict[str, Any]] = {}
+    for ctx in options.ctx:
         answers: dict[str, list[dict[str, Any]]] = {worker.impl: [] for worker in workers}
-        for repeat in range(repeats):
+        for repeat in range(options.repeats):
             for worker in workers:
-                if worker.impl in alive:
-                    answers[worker.impl].append(worker.ask(ctx, warm_up=repeat == 0))
-                    if {"oom", "error"} & answers[worker.impl][-1].keys():
-                        alive.discard(worker.impl)  # a longer one will not fit either
+                if worker.impl not in failed:
+                    answer = worker.ask(ctx, warm_up=repeat == 0)
+                    if {"oom", "error"} & answer.keys():
+                        failed[worker.impl] = {key: answer[key] for key in ("oom", "error") if key in answer}
+                    answers[worker.impl].append(answer)
         for worker in workers:
+            row = head | _about(worker, options) | {"ctx": ctx, "repeats": options.repeats} | dict.fromkeys(_MEASURED)
+            if worker.impl in failed:
+                out.append(row | failed[worker.impl])
+                continue
             got = answers[worker.impl]
-            if not got:
-                continue
-            row = head | {"impl": worker.impl, "ctx": ctx}
-            if worker.impl == "transformers":
-                row["weights"] = "bf16"  # it can't train packed ones
-            row |= {key: worker.about[key] for key in ("trainable_params", "backend")}
-            failed = next((each for each in got if {"oom", "error"} & each.keys()), None)
-            if failed is not None:
-                out.append(row | failed)
-                continue
             seconds = statistics.median(each["step_s"] for each in got)
             row |= {key: max(each[key] for each in got) for key in ("peak_gib", "reserved_gib", "host_gib")}
-            row |= {"step_s": round(seconds, 4), "tok_s": round(ctx / seconds, 1), "repeats": repeats}
+            row |= {"step_s": round(seconds, 4), "tok_s": round(ctx / seconds, 1)}
             out.append(row | {"loss": got[0]["loss"], "grad_norm": got[0]["grad_norm"]})
-            print(rows.table(out[-1:], _COLUMNS), flush=True)
+        print(rows.table(out[-len(workers) :], _COLUMNS), flush=True)
     return out
+
+
+def _about(worker: Worker, options: argparse.Namespace) -> dict[str, Any]:
+    """What a row says about its implementation."""
+    ours = worker.impl == "ours"
+    return {
+        "impl": worker.impl,
+        "weights": "bf16" if worker.impl == "transformers" else options.weights,  # it can't train packed ones
+        "policy": options.policy if ours else None,
+        "backend": worker.about["backend"],
+        "trainable_params": worker.about["trainable_params"],
+        "versions": worker.about["versions"],
+    }
+
+
+def disagreements(steps: list[dict[str, Any]]) -> list[str]:
+    """What keeps rows of one length from being comparable: trainable parameters, and over 1 % in loss or norm."""
+    found = []
+    for ctx in sorted({row["ctx"] for row in steps}):
+        same = [row for row in steps if row["ctx"] == ctx and row["loss"] is not None]
+        first = next((row for row in same if row["impl"] == "transformers"), same[0] if same else None)
+        for row in same:
+            assert first is not None
+            if row["trainable_params"] != first["trainable_params"]:
+                found.append(
+                    f"{ctx}: {row['impl']} trains {row['trainable_params']} parameters, "
+                    f"{first['impl']} {first['trainable_params']}"
+                )
+            for key in ("loss", "grad_norm"):
+                if abs(row[key] / first[key] - 1) > 0.01:
+                    found.append(f"{ctx}: {key} {row[key]:.4f} of {row['impl']}, {first[key]:.4f} of {first['impl']}")
+    return found
 
 
 def run(options: argparse.Namespace) -> int:
@@ -129,22 +164,18 @@ def run(options: argparse.Namespace) -> int:
     for name in peers:
         if name not in BUILDERS or name == "ours":
             sys.exit(f"--peers: expected any of {', '.join(sorted(set(BUILDERS) - {'ours'}))}; got {name!r}.")
-    lengths = [int(ctx) for ctx in options.ctx.split(",")]
     head = rows.common("step", options.commit)
     head |= {
         "model": options.model,
-        "weights": options.weights,
         "layers": config_of(options.model, options.layers).num_hidden_layers,
         "lora_rank": options.lora_rank,
         "optimizer": options.optimizer,
-        "policy": options.policy,
         "routing": options.routing,
         "cap_gib": options.cap_gib,
     }
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.checkpoint or Path(scratch) / "model"
-        if not (folder / "config.json").is_file():
-            write_checkpoint(folder, options.model, options.layers, options.routing)
+        find_or_write_checkpoint(folder, options.model, options.layers, options.routing)
         packed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         settings = {
             "path": str(folder),
@@ -153,7 +184,7 @@ def run(options: argparse.Namespace) -> int:
             "policy": options.policy,
             "optimizer": options.optimizer,
             "cap_gib": options.cap_gib,
-            "longest": max(lengths),
+            "longest": max(options.ctx),
         }
         logs = options.json.parent if options.json else Path(scratch)
         logs.mkdir(parents=True, exist_ok=True)
@@ -166,7 +197,7 @@ def run(options: argparse.Namespace) -> int:
             for name in phase:
                 worker = Worker(name, settings, options.peer_path, logs / f"{name}.log")
                 if "error" in worker.about:
-                    out.append(head | {"impl": name} | worker.about)
+                    out.append(head | {"impl": name, "ctx": None} | worker.about)
                     print(name, worker.about["error"], flush=True)
                     continue
                 workers.append(worker)
@@ -174,14 +205,13 @@ def run(options: argparse.Namespace) -> int:
                     load = rows.common("load", options.commit) | {"impl": name, "model": options.model}
                     load |= {"weights": options.weights, "packed_gib": round(packed / 2**30, 3)}
                     out.append(load | worker.about["load"])
-            out += _measure(workers, lengths, options.repeats, head)
+            out += _measure(workers, options, head)
             rows.write(out, options.json)
             for worker in workers:
                 worker.close()
     steps = [row for row in out if row["bench"] == "step"]
-    counts = {row["impl"]: row["trainable_params"] for row in steps if "trainable_params" in row}
-    if len(set(counts.values())) > 1:
-        print("The numbers of trainable parameters differ:", counts)
+    for line in disagreements([row for row in steps if "loss" in row]):
+        print("They differ at", line)
     print({key: head[key] for key in head if key != "bench"})
     for row in out:
         if row["bench"] == "load":

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import gc
 import json
-import resource
 import sys
 import time
 import traceback
 import zlib
 from pathlib import Path
 from typing import Any
+
+from benchmarks.rows import versions
 
 MARK = "@row "
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -84,6 +85,7 @@ def _unsloth(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         random_state=1,
     )
     FastLanguageModel.for_training(model)
+    _deterministic_adapters(model)
     return model, {"backend": "its own"}
 
 
@@ -120,7 +122,8 @@ def _deterministic_adapters(model: Any) -> None:
 def _memory() -> dict[str, float]:
     import torch
 
-    host = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+    status = Path("/proc/self/status").read_text()
+    host = round(int(status.split("VmHWM:")[1].split()[0]) / 2**20, 2)  # since `_reset_memory`
     if not torch.cuda.is_available():
         return {"peak_gib": host, "reserved_gib": host, "host_gib": host}
     return {
@@ -128,6 +131,16 @@ def _memory() -> dict[str, float]:
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3),
         "host_gib": host,
     }
+
+
+def _reset_memory() -> None:
+    """Start new high-water marks, on the device and of the process."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 class Stepper:
@@ -162,17 +175,12 @@ class Stepper:
         """Seconds of one step; the first time at a length, warm up and report loss, norm and memory."""
         torch = self.torch
         cuda = self.device.type == "cuda"
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
         answer: dict[str, Any] = {}
         try:
             if warm_up:
                 answer["loss"], answer["grad_norm"] = self.step(ctx, norm=True)
-                gc.collect()
-                if cuda:
-                    torch.cuda.reset_peak_memory_stats()
+            gc.collect()
+            _reset_memory()
             if cuda:
                 torch.cuda.synchronize()
             started = time.perf_counter()
@@ -210,11 +218,11 @@ def main() -> None:
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory / 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, options["cap_gib"] / total))
-    sys.path.insert(0, str(Path(__file__).parent.parent))
     try:
         model, about = BUILDERS[options["impl"]](options)
         stepper = Stepper(model, options["optimizer"])
         about["trainable_params"] = sum(p.numel() for p in stepper.trainable)
+        about["versions"] = versions()
         answer = about
     except Exception as error:
         traceback.print_exc()

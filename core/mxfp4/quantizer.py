@@ -140,9 +140,8 @@ def check_checkpoint(model: nn.Module, files: Iterable[str]) -> None:
             )
         header = _header(file)
         if twice := found.keys() & header.keys():
-            raise ModelError(
-                expected="every tensor in one file", got=f"{min(twice)} in two", remedy="Remove the files that don't belong."
-            )
+            remedy = "Remove the files that don't belong."
+            raise ModelError(expected="every tensor in one file", got=f"{min(twice)} in two", remedy=remedy)
         found |= header
     wanted = model.state_dict()
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}

@@ -1,8 +1,8 @@
 """Launch configurations of the Triton kernels: which tile, how many warps and pipeline stages, on which device.
 
 A table instead of autotuning: the choice is the same on every rank and in every run, it costs nothing at run time, and
-the interpreter can follow it. ``benchmarks/attention.py --sweep`` times every candidate; the winner is moved to the
-front of its row here.
+the interpreter can follow it. ``python -m benchmarks attention --sweep`` times all candidates; the winner is moved to
+the front of its row here.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_case_8_all_linear_reaches_the_experts_or_says_that_it_does_not(kind: st
 @pytest.mark.parametrize(
     ("targets", "wrong"),
     [
-        (dict(target_modules=["q_proj", "dwon_proj"]), r"'dwon_proj', which matches nothing\. Did you mean `down_proj`"),
+        (dict(target_modules=["q_proj", "dwon_proj"]), r"'dwon_proj', which matches nothing\. Did you mean `down"),
         (dict(target_modules=["q_proj", "shared_expert.down_proj"]), "shared_expert.down_proj"),
         (dict(target_modules=["q_proj", "layers.99.mlp.experts.down_proj"]), "layers.99"),
         (dict(target_modules=["q_proj"], target_parameters=["mlp.experts.dwon_proj"]), "mlp.experts.dwon_proj"),

@@ -1,0 +1,67 @@
+"""The benchmark harness on a tiny model, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FIELDS = {
+    *("bench", "impl", "gpu", "versions", "commit", "date", "model", "weights", "ctx", "layers", "lora_rank"),
+    *("trainable_params", "optimizer", "policy", "backend", "routing", "cap_gib", "peak_gib", "reserved_gib"),
+    *("host_gib", "step_s", "tok_s", "loss", "grad_norm"),
+}
+
+
+def bench(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", "step", "--model", "tiny", "--optimizer", "adamw", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["balanced", "skewed"])
+def test_rows_of_step_agree_with_transformers(tmp_path: Path, routing: str) -> None:
+    file, kept = tmp_path / "rows.json", ["--checkpoint", str(tmp_path / "weights"), "--routing", routing]
+    done = bench("--ctx", "64,32", "--repeats", "2", "--peers", "transformers", "--json", str(file), *kept)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())
+    steps = [row for row in rows if row["bench"] == "step"]
+    assert [(row["impl"], row["ctx"]) for row in steps] == [
+        ("transformers", 32),
+        ("transformers", 64),
+        ("ours", 32),
+        ("ours", 64),
+    ]
+    assert all(FIELDS <= row.keys() for row in steps) and "They differ" not in done.stdout
+    for ours, stock in zip(steps[2:], steps[:2], strict=True):
+        assert ours["trainable_params"] == stock["trainable_params"] > 0
+        assert ours["loss"] == pytest.approx(stock["loss"], rel=0.01)
+        assert ours["grad_norm"] == pytest.approx(stock["grad_norm"], rel=0.01)
+    (load,) = [row for row in rows if row["bench"] == "load"]
+    assert load["impl"] == "ours" and load["packed_gib"] >= 0
+
+    other = bench("--ctx", "32", "--layers", "1", *kept)
+    assert other.returncode != 0 and "Name another folder" in other.stderr
+
+
+def test_peers_that_do_not_exist_are_named() -> None:
+    done = bench("--peers", "unslot")
+    assert done.returncode != 0 and "expected any of transformers, unsloth" in done.stderr and "'unslot'" in done.stderr
+
+
+def test_what_makes_rows_incomparable_is_found() -> None:
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks.step import disagreements
+    finally:
+        sys.path.remove(str(ROOT))
+    row = {"impl": "transformers", "ctx": 8, "trainable_params": 5, "loss": 2.0, "grad_norm": 1.0}
+    assert disagreements([row, row | {"impl": "ours", "loss": 2.01}]) == []
+    found = disagreements([row | {"impl": "ours", "grad_norm": 1.02, "trainable_params": 6}, row])
+    assert len(found) == 2 and "trains 6" in found[0] and "1.0200 of ours" in found[1]
