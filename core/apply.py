@@ -125,7 +125,9 @@ class Applied:
                 module, "_gradient_checkpointing_func", OffloadedCheckpoint(self.store, keywords)
             )
             ours += 1
-        where = "stay on the device" if self.config.offload is False else "wait in host memory"
+        where = {False: "stay on the device", True: "wait in host memory"}.get(
+            self.config.offload, "wait in host memory when the device's is half full"
+        )
         if foreign:
             self._note("gradient checkpointing", "left alone", "the trainer brought a checkpoint function of its own")
         elif ours:

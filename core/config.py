@@ -43,8 +43,8 @@ class UnslothConfig:
     ``False`` leaves layers to whatever the trainer set up."""
 
     offload: Literal["auto"] | bool = "auto"
-    """Keep checkpointed activations in host memory. ``auto`` does so on accelerators; on the CPU they are there
-    already."""
+    """Keep checkpointed activations in host memory. ``auto`` does so on accelerators, on CUDA once half of the memory
+    that the process may have is in use; on the CPU they are there already."""
 
     offload_min_bytes: int = 1 << 20
     """Activations smaller than this many bytes stay on the device."""

@@ -32,6 +32,12 @@ def why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+def memory_in_use(device: torch.device) -> float:
+    """The part of the CUDA memory this process may have that its tensors take now, 0 to 1."""
+    allowed = torch.cuda.get_device_properties(device).total_memory * torch.cuda.get_per_process_memory_fraction(device)
+    return torch.cuda.memory_allocated(device) / allowed
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """High-water mark in GiB: the caching allocator's on CUDA, the process's resident set elsewhere."""
     if device.type == "cuda":

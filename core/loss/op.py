@@ -8,7 +8,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from unsloth_plugins.core.errors import ShapeError
-from unsloth_plugins.core.loss.reference import ChunkedLinearCrossEntropy, Transform, _chunk_loss, chunk_tokens
+from unsloth_plugins.core.loss.reference import (
+    ChunkedLinearCrossEntropy,
+    Transform,
+    _chunk_loss,
+    chunk_loss,
+    chunk_tokens,
+)
 
 
 def _check_labels(labels_N: torch.Tensor, n_vocab: int, ignore_index: int) -> None:
@@ -79,6 +85,11 @@ def linear_cross_entropy(
         hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
         bias_V = None if bias_V is None else bias_V.to(dtype)
     accumulate = torch.promote_types(hidden_NH.dtype, torch.float32)
+    chunk, bytes_each = chunk_loss, 12
+    if hidden_NH.is_cuda and transform is None and accumulate == torch.float32:
+        from unsloth_plugins.core.loss.kernel import chunk_loss_in_place  # needs triton: only where it runs
+
+        chunk, bytes_each = chunk_loss_in_place, hidden_NH.element_size()
     with torch.autocast(device, enabled=False):
         return ChunkedLinearCrossEntropy.apply(
             hidden_NH,
@@ -89,8 +100,9 @@ def linear_cross_entropy(
             transform,
             ignore_index,
             label_smoothing,
-            chunk_tokens(n_vocab, chunk_mib),
+            chunk_tokens(n_vocab, chunk_mib, bytes_each),
             accumulate,
+            chunk,
         )
 
 

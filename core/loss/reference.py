@@ -15,9 +15,12 @@ from torch.autograd.function import once_differentiable
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
-def chunk_tokens(n_vocab: int, chunk_mib: int) -> int:
-    """Tokens per chunk so that logits, their float32 copy and their gradient (12 bytes each) fit in ``chunk_mib``."""
-    return max(1, chunk_mib * 2**20 // (12 * n_vocab))
+def chunk_tokens(n_vocab: int, chunk_mib: int, bytes_each: int = 12) -> int:
+    """Tokens per chunk so that what is alive of each logit fits in ``chunk_mib``.
+
+    By default that is 12 bytes: the logit, its float32 copy and its gradient.
+    """
+    return max(1, chunk_mib * 2**20 // (bytes_each * n_vocab))
 
 
 def _chunk_loss(
@@ -43,6 +46,23 @@ def _chunk_loss(
     return loss, grad_CV.masked_fill_(~kept_C[:, None], 0.0)
 
 
+def chunk_loss(
+    raw_CV: torch.Tensor,
+    labels_C: torch.Tensor,
+    factor: torch.Tensor | None,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    want_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Summed loss of one chunk in float32 or wider, and its gradient, times ``factor``, in the dtype of ``raw_CV``."""
+    wide_CV = raw_CV.to(torch.promote_types(raw_CV.dtype, torch.float32))
+    loss, grad_CV = _chunk_loss(wide_CV, labels_C, ignore_index, label_smoothing, want_grad)
+    if grad_CV is None:
+        return loss, None
+    return loss, (grad_CV if factor is None else grad_CV * factor).to(raw_CV.dtype)
+
+
 class ChunkedLinearCrossEntropy(torch.autograd.Function):
     """``sum_n CE(transform(x W^T + b), label) * scale`` with one chunk of logits alive at a time.
 
@@ -66,10 +86,12 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
         label_smoothing: float,
         tokens: int,
         accumulate: torch.dtype,
+        chunk: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
     ) -> torch.Tensor:
         wants = ctx.needs_input_grad[:3]
         unscaled = hidden_NH.dtype == torch.float16
-        rule = (ignore_index, label_smoothing, any(wants))
+        factor = None if unscaled else scale
+        rule = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "want_grad": any(wants)}
         loss = hidden_NH.new_zeros((), dtype=accumulate)
         d_hidden_NH = torch.empty_like(hidden_NH) if wants[0] else None
         d_weight_VH = torch.zeros_like(weight_VH, dtype=accumulate) if wants[1] else None
@@ -78,18 +100,17 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + tokens)
             raw_CV = F.linear(hidden_NH[rows], weight_VH, bias_V)
             if transform is None:
-                part, grad_CV = _chunk_loss(raw_CV.to(accumulate), labels_N[rows], *rule)
+                part, grad_CV = chunk(raw_CV, labels_N[rows], factor, **rule)
             else:
                 with torch.set_grad_enabled(any(wants)):
                     leaf_CV = raw_CV.detach().requires_grad_(any(wants))
                     logits_CV = transform(leaf_CV).to(accumulate)
-                part, grad_CV = _chunk_loss(logits_CV.detach(), labels_N[rows], *rule)
+                part, grad_CV = chunk_loss(logits_CV.detach(), labels_N[rows], factor, **rule)
                 if grad_CV is not None:
                     (grad_CV,) = torch.autograd.grad(logits_CV, leaf_CV, grad_CV)
             loss += part
             if grad_CV is None:
                 continue
-            grad_CV = (grad_CV if unscaled else grad_CV * scale).to(raw_CV.dtype)
             if d_hidden_NH is not None:
                 d_hidden_NH[rows] = grad_CV @ weight_VH
             if d_weight_VH is not None:
@@ -108,8 +129,8 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         *grads, scale = ctx.saved_tensors
         if scale is None:
-            return *(None if g is None else g * grad.to(g.dtype) for g in grads), *[None] * 7
-        return *(None if g is None else _times(g, grad.to(scale.dtype) * scale, ctx.tokens) for g in grads), *[None] * 7
+            return *(None if g is None else g * grad.to(g.dtype) for g in grads), *[None] * 8
+        return *(None if g is None else _times(g, grad.to(scale.dtype) * scale, ctx.tokens) for g in grads), *[None] * 8
 
 
 def _times(x: torch.Tensor, factor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -7,16 +7,19 @@ from typing import Literal
 
 import torch
 
-from unsloth_plugins.core.device import is_accelerator
+from unsloth_plugins.core.device import is_accelerator, memory_in_use
 from unsloth_plugins.core.errors import UnsupportedError
+
+_PLENTY = 0.5  # of the device's memory: below it copies cost time and save nothing that is needed
 
 
 class HostStore:
     """Counts what is held on the host, and moves tensors there.
 
     Args:
-        offload: ``"auto"`` moves tensors of accelerators and counts those of the CPU where they are; ``True`` copies
-            CPU tensors too (for tests of the path); ``False`` moves nothing.
+        offload: ``"auto"`` moves tensors of accelerators, on CUDA only while half of its memory is in use, and counts
+            those of the CPU where they are; ``True`` moves all, and copies CPU tensors too (for tests of the path);
+            ``False`` moves nothing.
         min_bytes: smaller tensors stay on their device.
 
     Attributes:
@@ -39,6 +42,8 @@ class HostStore:
         if self.offload is False or isinstance(tensor, torch.nn.Parameter):
             return tensor
         if tensor.layout != torch.strided or tensor.numel() * tensor.element_size() < max(self.min_bytes, 1):
+            return tensor
+        if self.offload == "auto" and tensor.is_cuda and memory_in_use(tensor.device) < _PLENTY:
             return tensor
         on_accelerator = is_accelerator(tensor.device)
         if not on_accelerator and (tensor.device.type == "meta"):

@@ -148,7 +148,9 @@ def test_half_of_a_fused_projection_is_refused(base: GptOssForCausalLM) -> None:
         unsloth_plugins.apply(model)
 
 
-@pytest.mark.parametrize("option", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "orthogonal"}])
+@pytest.mark.parametrize(
+    "option", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "orthogonal"}]
+)
 def test_variants_are_refused_on_experts(base: GptOssForCausalLM, option: dict[str, object]) -> None:
     model = get_peft_model(base, LoraConfig(r=4, target_modules=EVERYTHING, **option))
     with pytest.raises(UnsupportedError, match=next(iter(option))):

@@ -21,12 +21,27 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_same_loss_and_gradients_as_stock(make) -> None:  # type: ignore[no-untyped-def]
     ref = make().cuda()
     ours = copy.deepcopy(ref)
-    applied = apply(ours, attention="triton", gradient_checkpointing=True, offload_min_bytes=0)
+    applied = apply(ours, attention="triton", gradient_checkpointing=True, offload=True, offload_min_bytes=0)
     assert "triton sink attention (float32 on CUDA)" in applied.report()
     batch = {name: tensor.cuda() for name, tensor in batch_of(2, 33).items()}
     want, got = loss_and_grads(ref, **batch), loss_and_grads(ours, **batch)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert applied.store.total_bytes == len(applied.parts.layers) * 2 * 33 * 64 * 4 and applied.store.held_bytes == 0
+
+
+def test_nothing_is_copied_while_there_is_plenty_of_memory() -> None:
+    """``auto`` leaves inputs on the device below half of what the process may have, and moves them above."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    x = torch.randn(1 << 20, device="cuda")
+    store = HostStore("auto", min_bytes=0)
+    assert store.pack(x) is x and store.total_bytes == 0
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() * 1.9) / total)
+    try:
+        moved = store.pack(x)
+        assert moved is not x and store.held_bytes == x.numel() * 4
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.equal(HostStore.unpack(moved), x)
 
 
 def test_offloading_frees_the_device_and_changes_no_bit() -> None:
