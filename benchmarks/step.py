@@ -99,9 +99,10 @@ class Worker:
         self._log.close()
 
 
-def _measure(workers: list[Worker], options: argparse.Namespace, head: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of implementations that take turns on the card; numbers are ``None`` where one failed."""
-    out: list[dict[str, Any]] = []
+def _measure(
+    workers: list[Worker], options: argparse.Namespace, head: dict[str, Any], out: list[dict[str, Any]]
+) -> None:
+    """Add rows of implementations that take turns on the card to ``out``; numbers are ``None`` where one failed."""
     failed: dict[str, dict[str, Any]] = {}
     for ctx in options.ctx:
         answers: dict[str, list[dict[str, Any]]] = {worker.impl: [] for worker in workers}
@@ -123,7 +124,7 @@ def _measure(workers: list[Worker], options: argparse.Namespace, head: dict[str,
             row |= {"step_s": round(seconds, 4), "tok_s": round(ctx / seconds, 1)}
             out.append(row | {"loss": got[0]["loss"], "grad_norm": got[0]["grad_norm"]})
         print(rows.table(out[-len(workers) :], _COLUMNS), flush=True)
-    return out
+        rows.write(out, options.json)
 
 
 def _about(worker: Worker, options: argparse.Namespace) -> dict[str, Any]:
@@ -205,8 +206,7 @@ def run(options: argparse.Namespace) -> int:
                     load = rows.common("load", options.commit) | {"impl": name, "model": options.model}
                     load |= {"weights": options.weights, "packed_gib": round(packed / 2**30, 3)}
                     out.append(load | worker.about["load"])
-            out += _measure(workers, options, head)
-            rows.write(out, options.json)
+            _measure(workers, options, head, out)
             for worker in workers:
                 worker.close()
     steps = [row for row in out if row["bench"] == "step"]

@@ -125,9 +125,11 @@ class Applied:
                 module, "_gradient_checkpointing_func", OffloadedCheckpoint(self.store, keywords)
             )
             ours += 1
-        where = {False: "stay on the device", True: "wait in host memory"}.get(
-            self.config.offload, "wait in host memory when the device's is half full"
-        )
+        where = {
+            False: "stay on the device",
+            True: "wait in host memory",
+            "auto": "wait in host memory when the device's is half full",
+        }[self.config.offload]
         if foreign:
             self._note("gradient checkpointing", "left alone", "the trainer brought a checkpoint function of its own")
         elif ours:

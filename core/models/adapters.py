@@ -177,7 +177,7 @@ def _pattern(config: Any, option: str, key: str, name: str, default: int) -> int
     patterns: dict[str, int] = getattr(config, option)
     given = {}
     for alias in (alias for alias, fused in _FUSED.items() if fused == name):
-        pattern = get_pattern_key(patterns.keys(), f"{key}.{alias}")
+        pattern = get_pattern_key(list(patterns), f"{key}.{alias}")
         if pattern in patterns:
             given[alias] = patterns[pattern]
     if name in given or not given:
