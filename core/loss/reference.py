@@ -91,7 +91,9 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
         wants = ctx.needs_input_grad[:3]
         unscaled = hidden_NH.dtype == torch.float16
         factor = None if unscaled else scale
-        rule: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "want_grad": any(wants)}
+        rule: dict[str, Any] = dict(
+            ignore_index=ignore_index, label_smoothing=label_smoothing, want_grad=any(wants)
+        )
         loss = hidden_NH.new_zeros((), dtype=accumulate)
         d_hidden_NH = torch.empty_like(hidden_NH) if wants[0] else None
         d_weight_VH = torch.zeros_like(weight_VH, dtype=accumulate) if wants[1] else None

@@ -24,7 +24,7 @@ def compile_all(capability: int, dtype: str, head_sizes: str, candidates: str, c
         [sys.executable, str(SCRIPT), str(capability), dtype, head_sizes, candidates],
         capture_output=True,
         text=True,
-        env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        env=environment | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(SCRIPT.parents[2])},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -50,9 +50,9 @@ def test_gpt_oss_shapes_fit(capability: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED_KB)
 @pytest.mark.parametrize("dtype", ["half", "float32"])
-def test_all_head_sizes_and_candidates_fit(capability: int, dtype: str, tmp_path: Path) -> None:
+def test_all_head_sizes_fit(capability: int, dtype: str, tmp_path: Path) -> None:
     half = "float16" if capability == 75 else "bfloat16"
-    sizes = "16,64,128,256" if capability in (80, 86, 90) else "128,256"
+    sizes = "16,128,256"
     if (capability, dtype) == (75, "float32"):
-        sizes = "64,128"  # more is refused there
-    check_shared(compile_all(capability, half if dtype == "half" else dtype, sizes, "all", tmp_path), capability)
+        sizes = "16,128"  # more is refused there
+    check_shared(compile_all(capability, half if dtype == "half" else dtype, sizes, "first", tmp_path), capability)

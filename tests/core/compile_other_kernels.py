@@ -1,0 +1,69 @@
+"""Compile the kernels of the experts, MXFP4 and the loss; run as a script, in a process without the interpreter.
+
+Arguments: compute capability and dtype. Prints one JSON object a kernel: shared memory of a program and spilled bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from compiling import assemble, compile_launch
+
+from unsloth_plugins.core.experts import kernels
+from unsloth_plugins.core.loss.kernel import chunk_loss_in_place
+from unsloth_plugins.core.mxfp4.kernel import decode_triton
+
+launched: list[tuple[Any, int, dict[str, Any]]] = []
+
+
+def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """Stands in for a launch."""
+    names = [parameter.name for parameter in self.params]
+    launched.append((self, grid[0], dict(zip(names, args, strict=False)) | kwargs))
+
+
+def launch_all(dtype: torch.dtype) -> None:
+    """Every kernel at gpt-oss-20b's sizes, with and without what is optional."""
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    tokens, choices, experts, hidden, rank = 8192, 4, 32, 2880, 32
+    rows = tokens * choices
+    index = empty(rows, of=torch.int64)
+    wide, gate_up = empty(rows, hidden + rank), empty(rows, 2 * hidden)
+    place, weight = empty(tokens, choices, of=torch.int64), empty(tokens, choices, of=torch.float32)
+    kernels.gather_rows(empty(tokens, hidden), index, wide[:, :hidden])
+    for limit in (7.0, None):
+        options: dict[str, Any] = dict(alpha=1.702, limit=limit)
+        kernels.swiglu(gate_up, empty(experts, 2 * hidden), index, wide[:, :hidden], **options)
+        for more in (True, False):
+            flat, part = empty(rows, of=torch.float32), empty(rows, hidden)
+            bias = empty(experts, 2 * hidden)
+            kernels.swiglu_backward(gate_up, bias, index, flat, wide[:, :hidden], part, has_more=more, **options)
+    out = empty(tokens, hidden)
+    kernels.combine(wide[:, :hidden], place, out, more_MH=empty(rows, hidden))
+    kernels.combine(
+        empty(rows, hidden), place, out, index_NK=place, weight_NK=weight, bias_EH=empty(experts, hidden)
+    )
+    blocks, scales = empty(experts, hidden, 90, 16, of=torch.uint8), empty(experts, hidden, 90, of=torch.uint8)
+    decode_triton(blocks, scales, empty(experts, hidden, hidden + rank)[..., :hidden])
+    logits, labels = empty(512, 201_088), empty(512, of=torch.int64)
+    for factor in (None, empty(of=torch.float32)):
+        for grad in (True, False):
+            rule: dict[str, Any] = dict(ignore_index=-100, label_smoothing=0.1, want_grad=grad)
+            chunk_loss_in_place(logits, labels, factor, **rule)
+
+
+if __name__ == "__main__":
+    triton.runtime.JITFunction.run = note
+    launch_all(getattr(torch, sys.argv[2]))
+    for launch in launched:
+        built = compile_launch(launch, int(sys.argv[1]))
+        spilled, _ = assemble(built.asm["ptx"])
+        row = {"kernel": launch[0].__name__, "shared": built.metadata.shared, "spilled": spilled}
+        print(json.dumps(row), flush=True)
