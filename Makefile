@@ -1,6 +1,6 @@
 # Pinned so that a machine without a GPU gets the same versions every time; override with `make TORCH=...`.
 TORCH ?= torch==2.13.0
-TRITON ?= triton==3.7.1
+TRITON ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),triton==3.7.1)  # no wheel elsewhere
 
 BIN := .venv/bin
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
@@ -10,7 +10,7 @@ PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 .venv/.ready: pyproject.toml
 	test -x $(BIN)/python || python3 -m venv .venv
 	$(BIN)/pip install -q $(TORCH)
-	$(BIN)/pip install -q --no-deps $(TRITON)
+	$(if $(strip $(TRITON)),$(BIN)/pip install -q --no-deps $(TRITON))
 	$(BIN)/pip install -q -e '.[dev]'
 	touch $@
 

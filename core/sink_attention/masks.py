@@ -5,9 +5,43 @@ Shape suffixes: B batch, T positions of a row, S keys, N documents.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
 import torch
 
 from unsloth_plugins.core.errors import ShapeError
+
+_Value = TypeVar("_Value")
+
+
+class Remembered(Generic[_Value]):
+    """What was computed from the tensor seen last, by further arguments: all layers of a forward ask the same.
+
+    The tensor is known by identity and version, so one that was changed in place is computed anew, and held weakly: what
+    was computed from it goes when it goes.
+    """
+
+    def __init__(self) -> None:
+        self._of: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
+        self._values: dict[Hashable, _Value] = {}
+
+    def get(self, tensor: torch.Tensor, key: Hashable, compute: Callable[[], _Value]) -> _Value:
+        """The value for ``tensor`` and ``key``."""
+        if tensor.is_inference():  # has no version
+            return compute()
+        if self._of is None or self._of() is not tensor or self._version != tensor._version:
+            self._of, self._version, self._values = weakref.ref(tensor, self._forget), tensor._version, {}
+        values = self._values
+        if key not in values:
+            values[key] = compute()
+        return values[key]
+
+    def _forget(self, gone: weakref.ref[torch.Tensor]) -> None:
+        if self._of is gone:
+            self._of, self._values = None, {}
 
 
 def documents_from_position_ids(position_ids_BT: torch.Tensor) -> torch.Tensor:

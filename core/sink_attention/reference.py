@@ -47,7 +47,7 @@ def _query_blocks(queries: int, keys: int, window: int | None, block_size: int) 
         yield slice(begin, end), slice(first_key, offset + end)
 
 
-def _allowed(
+def allowed_block(
     rows: slice,
     cols: slice,
     offset: int,
@@ -56,7 +56,7 @@ def _allowed(
     key_mask_BS: torch.Tensor | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """Boolean mask of one block, [1 or B, 1, 1, t, s]."""
+    """Boolean mask of one block of queries and keys, [1 or B, 1, 1, t, s]; ``offset`` is S - T."""
     at_t = torch.arange(rows.start + offset, rows.stop + offset, device=device)
     at_s = torch.arange(cols.start, cols.stop, device=device)
     distance_ts = at_t[:, None] - at_s[None, :]
@@ -98,7 +98,7 @@ class _SinkAttention(torch.autograd.Function):
                 q = _group_rows(q_BTHD[:, rows], kv_heads, compute)
                 k = k_BSKD[:, cols].transpose(1, 2).to(compute)
                 v = v_BSKD[:, cols].transpose(1, 2).to(compute)
-                allowed = _allowed(rows, cols, keys - queries, window, documents_BS, key_mask_BS, q.device)
+                allowed = allowed_block(rows, cols, keys - queries, window, documents_BS, key_mask_BS, q.device)
                 p = _logits(q, k, allowed, groups, scale, softcap)
 
                 top = p.amax(dim=-1, keepdim=True)
@@ -144,7 +144,7 @@ class _SinkAttention(torch.autograd.Function):
             for rows, cols in _query_blocks(queries, keys, window, block_size):
                 q = _group_rows(q_BTHD[:, rows], kv_heads, compute)
                 k = k_BSKD[:, cols].transpose(1, 2).to(compute)
-                allowed = _allowed(rows, cols, keys - queries, window, documents_BS, key_mask_BS, q.device)
+                allowed = allowed_block(rows, cols, keys - queries, window, documents_BS, key_mask_BS, q.device)
                 logits = _logits(q, k, allowed, groups, scale, softcap)
                 lse = lse_BHT[:, :, rows].unflatten(1, (kv_heads, groups)).unsqueeze(-1)
                 empty = lse == float("-inf")

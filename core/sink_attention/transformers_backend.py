@@ -15,10 +15,15 @@ from typing import Any
 import torch
 
 from unsloth_plugins.core.errors import UnsupportedError
-from unsloth_plugins.core.sink_attention.masks import documents_from_cu_seqlens, documents_from_position_ids
+from unsloth_plugins.core.sink_attention.masks import (
+    Remembered,
+    documents_from_cu_seqlens,
+    documents_from_position_ids,
+)
 from unsloth_plugins.core.sink_attention.op import sink_attention
 
 BACKEND_NAME = "unsloth_sinks"
+_of_positions: Remembered[torch.Tensor] = Remembered()
 CHOICE = "_unsloth_backend"  # attribute of an attention module that was given a `backend` of its own
 
 
@@ -165,7 +170,9 @@ def _documents(
     if cu_seqlens is not None:
         return documents_from_cu_seqlens(cu_seqlens, keys)
     if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == keys:
-        return documents_from_position_ids(position_ids).expand(batch, -1)
+        return _of_positions.get(
+            position_ids, batch, lambda: documents_from_position_ids(position_ids).expand(batch, -1)
+        )
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch.autograd.function import once_differentiable
 
-from unsloth_plugins.core.sink_attention.masks import visible_range
+from unsloth_plugins.core.sink_attention.masks import Remembered, visible_range
 from unsloth_plugins.core.sink_attention.triton_bwd import ROWS, dq_launch, row_sums_launch
 from unsloth_plugins.core.sink_attention.triton_dkdv import dkdv_launch
 from unsloth_plugins.core.sink_attention.triton_fwd import forward_kernel, forward_launch
@@ -45,6 +45,16 @@ def pick(kernel: Kernel, q_BTHD: torch.Tensor, window: int | None) -> Tile:
     )[0]
 
 
+_of_documents: Remembered[Any] = Remembered()
+
+
+def _range(documents_BS: torch.Tensor | None, key_mask_BS: torch.Tensor | None, window: int | None) -> Any:
+    """``visible_range``, computed once for the layers of a forward and its backward that share a window."""
+    if documents_BS is None or key_mask_BS is not None:
+        return visible_range(documents_BS, key_mask_BS, window)
+    return _of_documents.get(documents_BS, window, lambda: visible_range(documents_BS, None, window))
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` itself where its last dimension is contiguous, which is all that the kernels need."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -54,7 +64,7 @@ class _TritonSinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_BTHD, k_BSKD, v_BSKD, sink_H, documents_BS, key_mask_BS, window, scale, softcap, head_groups):
         q_BTHD, k_BSKD, v_BSKD = _rows(q_BTHD), _rows(k_BSKD), _rows(v_BSKD)
-        first_BS, last_BS = visible_range(documents_BS, key_mask_BS, window)
+        first_BS, last_BS = _range(documents_BS, key_mask_BS, window)
         seen_BS = None if key_mask_BS is None else key_mask_BS.contiguous().view(torch.uint8)
         o_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
         lse_BHT = q_BTHD.new_empty((q_BTHD.shape[0], q_BTHD.shape[2], q_BTHD.shape[1]), dtype=torch.float32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unsloth_plugins.core.sink_attention import sink_attention
-from unsloth_plugins.core.sink_attention.masks import number_runs, visible_range
+from unsloth_plugins.core.sink_attention.masks import Remembered, number_runs, visible_range
 
 DOCUMENTS = torch.tensor([[3, 3, 3, 9, 9, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 7]])
 PADDING = torch.tensor([[False] * 4 + [True] * 6, [True] * 10])
@@ -58,3 +58,28 @@ def test_an_id_that_comes_back_is_a_new_document() -> None:
     again = sink_attention(q, k, v, documents_BS=ids)
     assert torch.equal(again, sink_attention(q, k, v, documents_BS=torch.tensor([[0, 0, 1, 2, 2]])))
     assert torch.equal(again[:, 3:], sink_attention(q[:, 3:], k[:, 3:], v[:, 3:]))
+
+
+def test_what_layers_share_is_computed_once_and_forgotten_with_the_tensor() -> None:
+    import gc
+    import weakref
+
+    remembered: Remembered[torch.Tensor] = Remembered()
+    calls = []
+
+    def of(tensor: torch.Tensor, key: int) -> torch.Tensor:
+        return remembered.get(tensor, key, lambda: calls.append(key) or tensor + key)
+
+    first = torch.zeros(2)
+    assert of(first, 1) is of(first, 1) and of(first, 2) is not of(first, 1)
+    assert calls == [1, 2]
+    first.add_(1)  # in place: the same tensor with other numbers
+    assert of(first, 1).tolist() == [2, 2] and calls == [1, 2, 1]
+    other = torch.zeros(2)
+    assert of(other, 1).tolist() == [1, 1] and of(first, 1).tolist() == [2, 2] and len(calls) == 5
+    value = weakref.ref(of(other, 1))
+    del other
+    gc.collect()
+    assert value() is None
+    with torch.inference_mode():
+        assert of(torch.zeros(2), 3).tolist() == [3, 3]
