@@ -19,8 +19,8 @@ _Value = TypeVar("_Value")
 class Remembered(Generic[_Value]):
     """What was computed from the tensor seen last, by further arguments: all layers of a forward ask the same.
 
-    The tensor is known by identity and version, so one that was changed in place is computed anew, and held weakly: what
-    was computed from it goes when it goes.
+    The tensor is known by identity and version, so one that was changed in place is computed anew, and held weakly:
+    what was computed from it goes when it goes.
     """
 
     def __init__(self) -> None:
