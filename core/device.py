@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import torch
@@ -10,6 +11,11 @@ import torch
 def is_accelerator(device: torch.device) -> bool:
     """Whether ``device`` has memory of its own, so that moving a tensor to the host frees something."""
     return device.type not in ("cpu", "meta")
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make ``device`` the current one, where triton launches its kernels; nothing to do but on CUDA."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def supports_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from unsloth_plugins.core.device import on
 from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
 from unsloth_plugins.core.mxfp4.weight import PackedWeight
 from unsloth_plugins.core.offload.tail import Kept, keep
@@ -248,13 +249,15 @@ class _Experts(torch.autograd.Function):
         ctx: Any, layer: _Layer, kept: Kept | None, present: Any, index: Any, x: Any, weight: Any, *adapters: Any
     ):  # type: ignore[no-untyped-def]
         ctx.layer, ctx.kept, ctx.present = layer, kept, present
-        return _forward(layer, x, weight, index, _spread(adapters, present))
+        with on(x.device):
+            return _forward(layer, x, weight, index, _spread(adapters, present))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         index, x, weight, *adapters = ctx.kept.tensors()
-        out = _backward(ctx.layer, grads[0].contiguous(), x, weight, index, _spread(adapters, ctx.present))
+        with on(x.device):
+            out = _backward(ctx.layer, grads[0].contiguous(), x, weight, index, _spread(adapters, ctx.present))
         return None, None, None, None, *out[:2], *(g for g, there in zip(out[2:], ctx.present, strict=True) if there)
 
 
@@ -295,6 +298,7 @@ def experts_fused(
     x_NH = x_NH.contiguous()
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x_NH, weight_NK, *adapters))
     if not wanted:
-        return _forward(layer, x_NH, weight_NK, index_NK, given)
+        with on(x_NH.device):
+            return _forward(layer, x_NH, weight_NK, index_NK, given)
     kept, (index_NK, x_NH, weight_NK, *adapters) = keep(index_NK, x_NH, weight_NK, *adapters)
     return _Experts.apply(layer, kept, present, index_NK, x_NH, weight_NK, *adapters)  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from unsloth_plugins.core.device import supports_grouped_mm
 from unsloth_plugins.core.errors import ShapeError, UnsupportedError
+from unsloth_plugins.core.experts.few import experts_few
 from unsloth_plugins.core.experts.fused import can_fuse, experts_fused
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
@@ -82,6 +83,7 @@ def experts(
         gate_up_lora, down_lora: adapters, in any floating dtype; the products are in the dtype of ``x_NH``.
         implementation: ``grouped_mm`` works through the tokens in tiles and keeps only its input, where the base is
             frozen and a projection has at most one adapter, without dropout; otherwise it keeps the activations.
+            A few tokens without gradients take only the matrices of their own experts.
 
     Returns:
         [N, H] in the dtype of ``x_NH``. The weighted sum is float32 or wider.
@@ -111,6 +113,8 @@ def experts(
             (gate_up_EHJ, down_EIH), (gate_up_bias_EJ, down_bias_EH), gate_up_lora, down_lora
         )
         run = experts_fused if fusible else experts_grouped
+        if fusible and not torch.is_grad_enabled() and index_NK.numel() < n_experts:
+            run = experts_few
     return run(
         x_NH,
         gate_up_EHJ,

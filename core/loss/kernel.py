@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from unsloth_plugins.core.device import on
+
 _WIDTH = 4096  # logits of a row handled at a time
 
 
@@ -68,8 +70,10 @@ def chunk_loss_in_place(
         labels_C: integer [C].
         factor: 0-dimensional, multiplied into the gradient; ``None`` for one.
     """
+    if not raw_CV.shape[0]:
+        return raw_CV.new_zeros((), dtype=torch.float32), raw_CV if want_grad else None
     loss_C = torch.empty(raw_CV.shape[0], dtype=torch.float32, device=raw_CV.device)
-    if raw_CV.shape[0]:
+    with on(raw_CV.device):
         _cross_entropy_kernel[(raw_CV.shape[0],)](
             raw_CV,
             labels_C,

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from unsloth_plugins.core.device import on
+
 _BLOCKS = 256  # MX blocks of 32 numbers for one program
 
 
@@ -44,7 +46,8 @@ def decode_triton(blocks_RB: torch.Tensor, scales_R: torch.Tensor, out: torch.Te
         ``out``.
     """
     n_blocks = scales_R.numel()
-    _decode_kernel[(triton.cdiv(n_blocks, _BLOCKS),)](
-        blocks_RB, scales_R, out, n_blocks, scales_R.shape[-1], out.stride(-2), BLOCKS=_BLOCKS, num_warps=8
-    )
+    with on(out.device):
+        _decode_kernel[(triton.cdiv(n_blocks, _BLOCKS),)](
+            blocks_RB, scales_R, out, n_blocks, scales_R.shape[-1], out.stride(-2), BLOCKS=_BLOCKS, num_warps=8
+        )
     return out

@@ -6,13 +6,13 @@ size, R blocks of queries.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 import triton
 from torch.autograd.function import once_differentiable
 
+from unsloth_plugins.core.device import on
 from unsloth_plugins.core.sink_attention.masks import Remembered, visible_range
 from unsloth_plugins.core.sink_attention.triton_bwd import ROWS, dq_launch, row_sums_launch
 from unsloth_plugins.core.sink_attention.triton_dkdv import dkdv_launch
@@ -28,7 +28,7 @@ def run(launch: tuple[Any, int, dict[str, Any]], device: torch.device) -> None:
     kernel, programs, arguments = launch
     if programs == 0:
         return
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with on(device):
         kernel[(programs,)](**arguments)
 
 

@@ -8,10 +8,12 @@ from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 
 from unsloth_plugins.core.errors import ShapeError, UnsupportedError
-from unsloth_plugins.core.experts import experts, top_k_routing
+from unsloth_plugins.core.experts import ExpertLora, experts, top_k_routing
+from unsloth_plugins.core.experts.few import experts_few
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.op import resolve_implementation
 from unsloth_plugins.core.layers import clamped_swiglu
+from unsloth_plugins.core.mxfp4 import PackedWeight, encode
 
 
 def _stock(scale: float = 1.0) -> tuple[GptOssExperts, GptOssTopKRouter]:
@@ -91,6 +93,21 @@ def test_experts_without_tokens_and_one_token() -> None:
     torch.testing.assert_close(one, grouped)
     (grad,) = torch.autograd.grad(one.sum(), layer.gate_up_proj)
     assert [bool(g.any()) for g in grad] == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_few_tokens_with_the_matrices_of_their_own_experts(packed: bool) -> None:
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(5, 64, 64), torch.randn(5, 32, 64)
+    weights = [PackedWeight(*encode(w.transpose(1, 2))) for w in (gate_up, down)] if packed else [gate_up, down]
+    arguments = (weights[0], torch.randn(5, 64), weights[1], torch.randn(5, 64))
+    index, weight = torch.tensor([[3, 1], [1, 0]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+    lora = (ExpertLora(torch.randn(5, 4, 64), torch.randn(5, 4, 64), 0.5),)
+    down_lora = (ExpertLora(torch.randn(5, 4, 32), torch.randn(5, 4, 64), 2.0),)
+    x = torch.randn(2, 64)
+    options = dict(alpha=1.702, limit=7.0, gate_up_lora=lora, down_lora=down_lora)
+    want = experts(x, *arguments, index, weight, **options)
+    torch.testing.assert_close(experts_few(x, *arguments, index, weight, **options), want, rtol=1e-4, atol=1e-3)
 
 
 def test_errors_say_what_to_do() -> None:

@@ -1,0 +1,52 @@
+"""A handful of tokens, as in decoding: only the experts that were chosen are decoded, one matrix a choice.
+
+Shape suffixes: N tokens, K choices per token, M = N K, E experts, H hidden size, I expert size, J = 2 I, r LoRA rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
+from unsloth_plugins.core.layers.swiglu import clamped_swiglu
+from unsloth_plugins.core.mxfp4.weight import PackedWeight
+
+
+def _chosen(x_MI: torch.Tensor, weight: Weight, lora: Sequence[ExpertLora], expert_M: torch.Tensor) -> torch.Tensor:
+    """Row m times the matrix of expert m, and its LoRA terms, [M, O]."""
+    if isinstance(weight, PackedWeight):
+        some = PackedWeight(weight.blocks_EORB[expert_M], weight.scales_EOR[expert_M]).dense(x_MI.dtype)
+    else:
+        some = weight[expert_M]
+    y_MO = torch.bmm(x_MI[:, None], some)[:, 0]
+    for term in lora:
+        a_MrI, b_MrO = term.a_ErI[expert_M].to(x_MI.dtype), term.b_ErO[expert_M].to(x_MI.dtype)
+        y_MO = y_MO + torch.bmm(torch.bmm(x_MI[:, None], a_MrI.transpose(1, 2)) * term.scaling, b_MrO)[:, 0]
+    return y_MO
+
+
+def experts_few(
+    x_NH: torch.Tensor,
+    gate_up_EHJ: Weight,
+    gate_up_bias_EJ: torch.Tensor,
+    down_EIH: Weight,
+    down_bias_EH: torch.Tensor,
+    index_NK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    *,
+    alpha: float,
+    limit: float | None,
+    gate_up_lora: Sequence[ExpertLora] = (),
+    down_lora: Sequence[ExpertLora] = (),
+) -> torch.Tensor:
+    """See ``op.experts``. Without gradients, LoRA without dropout, and with fewer choices than experts, this is cheaper
+    than decoding them all; nothing waits for the device."""
+    expert_M = index_NK.reshape(-1)
+    wide = torch.promote_types(x_NH.dtype, torch.float32)
+    rows_MH = x_NH.repeat_interleave(index_NK.shape[1], dim=0)
+    gate_up_MJ = _chosen(rows_MH, gate_up_EHJ, gate_up_lora, expert_M).to(wide) + gate_up_bias_EJ[expert_M].to(wide)
+    hidden_MI = clamped_swiglu(gate_up_MJ, alpha=alpha, limit=limit).to(x_NH.dtype)
+    y_MH = _chosen(hidden_MI, down_EIH, down_lora, expert_M).to(wide) + down_bias_EH[expert_M].to(wide)
+    return (y_MH.view(*index_NK.shape, -1) * weight_NK[..., None].to(wide)).sum(1).to(x_NH.dtype)
