@@ -48,6 +48,25 @@ def appearing(target: Path) -> Iterator[Path]:
         ExportError: ``target`` exists.
         ConflictError: another process is writing to it now.
     """
+    with _hidden(target) as hidden:
+        hidden.mkdir()
+        yield hidden
+        for folder, _, names in os.walk(hidden):
+            for name in names:
+                _sync(Path(folder) / name)
+        _appear(hidden, target)
+
+
+@contextlib.contextmanager
+def appearing_file(target: Path) -> Iterator[Path]:
+    """As ``appearing``, for one file, which the block creates."""
+    with _hidden(target) as hidden:
+        yield hidden
+        _appear(hidden, target)
+
+
+@contextlib.contextmanager
+def _hidden(target: Path) -> Iterator[Path]:
     if target.exists():
         raise ExportError(
             expected="an output that does not exist yet", got=str(target), remedy="Remove it, or choose another name."
@@ -65,17 +84,16 @@ def appearing(target: Path) -> Iterator[Path]:
             ) from error
         try:
             _remove(hidden)
-            hidden.mkdir()
             yield hidden
-            for folder, _, names in os.walk(hidden):
-                for name in names:
-                    _sync(Path(folder) / name)
-            _sync(hidden)
-            hidden.rename(target)
-            _sync(target.parent)
         finally:
             _remove(hidden)
             Path(lock.name).unlink(missing_ok=True)
+
+
+def _appear(hidden: Path, target: Path) -> None:
+    _sync(hidden)
+    hidden.rename(target)
+    _sync(target.parent)
 
 
 def _sync(path: Path) -> None:
@@ -86,9 +104,11 @@ def _sync(path: Path) -> None:
         os.close(number)
 
 
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+def _remove(place: Path) -> None:
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
 
 
 def side_files(base: Path | None, adapters: Sequence[Path]) -> list[tuple[Path, str]]:
