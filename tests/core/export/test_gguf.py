@@ -11,28 +11,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from merge_cases import save_llama, save_packed, tensors, train_llama, train_packed
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from merge_cases import save_llama, save_packed, small_tokenizer, tensors, train_llama, train_packed
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export import export_gguf, merge
 from unsloth_plugins.core.export.gguf import ggml_mxfp4
 from unsloth_plugins.core.mxfp4 import decode
-
-
-def small_tokenizer(size: int = 150, **options: Any) -> PreTrainedTokenizerFast:
-    """Byte-level BPE below 160 ids: the bytes of a few letters only."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = ["<pad>", "</s>", "<s>"]
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False)
-    backend.train_from_iterator(["the quick brown fox jumps over the lazy dog 0123456789"] * 5, trainer)
-    names = dict(pad_token="<pad>", eos_token="</s>", bos_token="<s>")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **(names | options))
-    tokenizer.add_tokens(["<extra>"])
-    return tokenizer
 
 
 def _read(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, str]]:

@@ -10,7 +10,8 @@ import torch
 from conftest import batch_of, tiny_gpt_oss, tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import unsloth_plugins
 from unsloth_plugins.core.mxfp4 import load_mxfp4, pack_experts
@@ -40,6 +41,20 @@ def save_llama(folder: Path, **options: object) -> Path:
     """A Llama on disk in float32."""
     tiny_llama(**options).save_pretrained(folder)
     return folder
+
+
+def small_tokenizer(size: int = 150, **options: Any) -> PreTrainedTokenizerFast:
+    """Byte-level BPE below 160 ids: the bytes of a few letters only."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<pad>", "</s>", "<s>"]
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(["the quick brown fox jumps over the lazy dog 0123456789"] * 5, trainer)
+    names = dict(pad_token="<pad>", eos_token="</s>", bos_token="<s>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **(names | options))
+    tokenizer.add_tokens(["<extra>"])
+    return tokenizer
 
 
 def train_packed(base: Path, adapter: Path, std: float = 0.1, **options: Any) -> PeftModel:
