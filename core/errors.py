@@ -42,3 +42,7 @@ class UnsupportedError(UnslothPluginsError, RuntimeError):
 
 class ModelError(UnslothPluginsError, ValueError):
     """The model given to ``apply`` cannot be patched."""
+
+
+class ExportError(UnslothPluginsError, ValueError):
+    """A merge or an export cannot give what was asked for; nothing that looks complete was written."""

@@ -1,0 +1,343 @@
+"""A PEFT adapter folder as changes of named base tensors; every key of the file is used, or is an error.
+
+Source: PEFT 0.20 to 0.21, ``peft.tuners.lora`` (what ``get_delta_weight`` of each layer computes) and
+``peft.utils.save_and_load`` (the names in the file). Experts as in ``core.models.adapters``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
+from unsloth_plugins.core.export.base import Base
+from unsloth_plugins.core.export.tensors import FileTensors, Info, MemoryTensors, Source
+
+_PREFIX = "base_model.model."
+_LORA = re.compile(r"^(?P<stem>.*)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?P<weight>\.weight)?$")
+_TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
+_EXPERT_ORDER = ("gate_up_proj", "down_proj")  # as experts modules declare them: PEFT wraps the first one innermost
+_TRANSPOSED = ("gpt_oss", "llama4", "llama4_text")  # experts stored [E, in, out]; elsewhere [E, out, in]
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_OTHER_MATHS = (
+    *("use_dora", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens"),
+    *("arrow_config", "kasa_config", "monteclora_config", "megatron_config", "velora_config"),
+)
+
+
+@dataclass(frozen=True)
+class Term:
+    """Something added to a base tensor: ``scaling * B @ A`` in one of four layouts.
+
+    Attributes:
+        layout: "linear" [out, in]; "transposed" [in, out]; "embedding" [vocabulary, features];
+            "experts" [E, out, in]; "experts_transposed" [E, in, out].
+        source, a, b: where the two factors are, and their names there.
+        scaling: with the adapter's weight in it.
+    """
+
+    layout: str
+    source: Source
+    a: str
+    b: str
+    scaling: float
+    n_experts: int = 1
+
+    def rows(self, begin: int, end: int | None) -> torch.Tensor:
+        """Rows of the sum in float32."""
+        a, b = (self.source.read(name).float() for name in (self.a, self.b))
+        if self.layout == "linear":
+            return (b[begin:end] @ a) * self.scaling
+        if self.layout == "transposed":
+            return (a.T[begin:end] @ b.T) * self.scaling
+        if self.layout == "embedding":
+            return (a.T[begin:end] @ b.T) * self.scaling
+        a_ErI = a.view(self.n_experts, -1, a.shape[-1])[begin:end]
+        b_EOr = b.view(b.shape[0], -1, self.n_experts).permute(2, 0, 1)[begin:end]
+        delta = torch.bmm(b_EOr, a_ErI) * self.scaling
+        return delta.transpose(-1, -2) if self.layout == "experts_transposed" else delta
+
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor that this is added to."""
+        a, b = self.source.infos[self.a].shape, self.source.infos[self.b].shape
+        if self.layout == "linear":
+            return b[0], a[1]
+        if self.layout in ("transposed", "embedding"):
+            return a[1], b[0]
+        pair = (a[1], b[0]) if self.layout == "experts_transposed" else (b[0], a[1])
+        return self.n_experts, *pair
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of an adapter's file that takes the place of a base tensor, or of some of its rows."""
+
+    source: Source
+    key: str
+    rows: tuple[int, ...] | None = None
+
+
+@dataclass
+class Changes:
+    """What happens to one base tensor, in this order.
+
+    Attributes:
+        base: the base tensor itself is another one, as after resizing the embedding.
+        trained: takes the tensor's place (``modules_to_save``, biases).
+        trained_rows: takes the place of some rows.
+        terms: added in float32.
+    """
+
+    base: Stored | None = None
+    trained: Stored | None = None
+    trained_rows: list[Stored] = field(default_factory=list)
+    terms: list[Term] = field(default_factory=list)
+
+
+class Adapter:
+    """One adapter folder with the weight that it is merged with.
+
+    Args:
+        folder: with ``adapter_config.json`` and ``adapter_model.safetensors`` (or ``.bin``).
+        weight: factor of its low-rank terms.
+
+    Raises:
+        ExportError: files are missing.
+        UnsupportedError: not LoRA, or a variant with other maths.
+    """
+
+    def __init__(self, folder: Path, weight: float = 1.0) -> None:
+        self.folder, self.weight = folder, weight
+        path = folder / "adapter_config.json"
+        weights = [folder / name for name in ("adapter_model.safetensors", "adapter_model.bin")]
+        present = [file for file in weights if file.is_file()]
+        if not path.is_file() or not present:
+            raise ExportError(
+                expected=f"adapter_config.json and adapter_model.safetensors in {folder}",
+                got=f"no {path.name if not path.is_file() else weights[0].name}",
+                remedy="Give the folder that PEFT's save_pretrained or the trainer wrote.",
+            )
+        self.file = present[0]
+        self.config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        self._check_kind()
+        self.source: Source
+        if self.file.suffix == ".safetensors":
+            self.source = FileTensors([self.file])
+        else:
+            self.source = MemoryTensors(torch.load(self.file, map_location="cpu", weights_only=True, mmap=True))
+
+    def _check_kind(self) -> None:
+        config = self.config
+        wrong = {name: config[name] for name in _OTHER_MATHS if config.get(name)}
+        if config.get("peft_type") != "LORA":
+            wrong = {"peft_type": config.get("peft_type")}
+        start = config.get("init_lora_weights")
+        if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+            wrong["init_lora_weights"] = start  # the base was changed when the adapter was made
+        if wrong:
+            name, value = next(iter(wrong.items()))
+            raise UnsupportedError(
+                expected="an adapter of plain or rank-stabilised LoRA over an unchanged base",
+                got=f"{name}={value!r} in {self.folder.name}",
+                remedy="Merge it with PEFT's own merge_and_unload, or convert it to plain LoRA first.",
+            )
+
+    def scaling(self, place: str, rank: int) -> float:
+        """alpha / r (or its root) of the module or parameter at ``place``, times this adapter's weight."""
+        alpha = self.config["lora_alpha"]
+        for pattern, value in (self.config.get("alpha_pattern") or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", place):
+                alpha = value
+                break
+        return self.weight * alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def collect(self, base: Base, changes: dict[str, Changes]) -> None:
+        """Enter everything that the file holds into ``changes``, by the base tensor's name.
+
+        Raises:
+            ExportError: a key that belongs to nothing, half a pair, a shape that doesn't fit, or a module that
+                ``target_modules`` names and the file lacks. It is named.
+            ConfigError: two adapters, or one with a weight other than 1, want to replace a tensor.
+        """
+        pairs: dict[str, dict[str, str]] = {}
+        adapted = set()
+        for key in self.source.infos:
+            name = key.removeprefix(_PREFIX)
+            match = _LORA.match(name)
+            if match:
+                pairs.setdefault(match["stem"], {})[match["part"]] = key
+            elif name.endswith(".lora_B.bias"):
+                self._unknown(base, key, "The bias of a LoRA layer can't be merged; merge with PEFT instead.")
+            elif name.endswith(_TRAINED_ROWS):
+                adapted.add(self._rows(base, key, name.removesuffix(_TRAINED_ROWS), changes))
+            else:
+                self._stored(base, key, name, changes)
+        depths: dict[str, list[int]] = {}
+        for stem in pairs:
+            depths.setdefault(stem.replace(".base_layer", ""), []).append(stem.count(".base_layer"))
+        for stem, parts in pairs.items():
+            module = stem.replace(".base_layer", "")
+            adapted.add(module)
+            self._pair(base, module, stem.count(".base_layer"), sorted(depths[module], reverse=True), parts, changes)
+        self._check_complete(base, adapted)
+
+    def _pair(
+        self,
+        base: Base,
+        module: str,
+        depth: int,
+        depths: Sequence[int],
+        parts: Mapping[str, str],
+        changes: dict[str, Changes],
+    ) -> None:
+        embedding = any("embedding" in part for part in parts)
+        needed = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
+        if set(parts) != set(needed):
+            raise ExportError(
+                expected=f"{' and '.join(needed)} of {module} in {self.file.name}",
+                got=f"only {', '.join(parts)}",
+                remedy="The adapter is damaged: save it again.",
+            )
+        a, b = (parts[part] for part in needed)
+        weight = f"{module}.weight"
+        n_experts, place = 1, module
+        if weight in base.infos or (weight == base.head and base.tied and base.embedding):
+            layout = "embedding" if embedding else "transposed" if self.config.get("fan_in_fan_out") else "linear"
+            target = weight
+        else:
+            target, place, n_experts = self._expert_parameter(base, module, depth, depths, a)
+            layout = self._expert_layout(base, target, a)
+        a_info, b_info = self.source.infos[a], self.source.infos[b]
+        if len(a_info.shape) != 2 or len(b_info.shape) != 2:
+            raise UnsupportedError(
+                expected="LoRA on linear layers, embeddings and experts",
+                got=f"{a} of shape {list(a_info.shape)}",
+                remedy="Merge convolutions with PEFT's own merge_and_unload.",
+            )
+        rank = a_info.shape[0] // n_experts
+        if a_info.shape[0] != b_info.shape[1] or rank * n_experts != a_info.shape[0]:
+            raise ExportError(
+                expected=f"{a} and {b} of one rank",
+                got=f"{list(a_info.shape)} and {list(b_info.shape)} for {n_experts} experts",
+                remedy="The adapter is damaged or belongs to another base: give the right one.",
+            )
+        term = Term(layout, self.source, a, b, self.scaling(place, rank), n_experts)
+        changes.setdefault(target, Changes()).terms.append(term)
+
+    def _expert_parameter(
+        self, base: Base, module: str, depth: int, depths: Sequence[int], key: str
+    ) -> tuple[str, str, int]:
+        """The parameter of an experts module that the pair at this nesting depth belongs to."""
+        wanted = self.config.get("target_parameters") or ()
+        found = [
+            name
+            for name, info in base.infos.items()
+            if name.rpartition(".")[0] == module
+            and len(info.shape) == 3
+            and any(name == one or name.endswith(f".{one}") for one in wanted)
+        ]
+        known = [f"{module}.{name}" for name in _EXPERT_ORDER if f"{module}.{name}" in found]
+        ordered = known if len(known) == len(found) else found
+        if not ordered or len(ordered) != len(depths) or (len(ordered) > 1 and ordered is not known):
+            self._unknown(base, key, "Give the base that it was trained on, or an adapter in PEFT's current format.")
+        target = ordered[list(depths).index(depth)]
+        return target, target, base.infos[target].shape[0]
+
+    def _expert_layout(self, base: Base, target: str, a: str) -> str:
+        _, first, second = base.infos[target].shape
+        inputs = self.source.infos[a].shape[-1]
+        if first != second:
+            return "experts_transposed" if inputs == first else "experts"
+        kinds = {str(part.get("model_type")) for part in (base.config, base.config.get("text_config") or {})}
+        return "experts_transposed" if kinds & set(_TRANSPOSED) else "experts"
+
+    def _rows(self, base: Base, key: str, module: str, changes: dict[str, Changes]) -> str:
+        weight = f"{module}.weight"
+        chosen = self.config.get("trainable_token_indices")
+        if isinstance(chosen, Mapping):
+            chosen = next((rows for name, rows in chosen.items() if f".{module}".endswith(f".{name}")), None)
+        if weight not in base.infos or chosen is None:
+            self._unknown(base, key, "Give the base that it was trained on.")
+        self._check_replaces(key, None)
+        rows = Stored(self.source, key, tuple(chosen or ()))
+        width = base.infos[weight].shape[1:]
+        self._check_shape(key, self.source.infos[key], (len(rows.rows or ()), *width))
+        changes.setdefault(weight, Changes()).trained_rows.append(rows)
+        return module
+
+    def _stored(self, base: Base, key: str, name: str, changes: dict[str, Changes]) -> None:
+        """A whole tensor: trained, or the base's own because it was resized."""
+        plain = name.replace(".base_layer", "")
+        head = plain == base.head and base.tied
+        reference = plain if plain in base.infos else (base.embedding if head else None)
+        if reference is None:
+            self._unknown(base, key, "Give the base that it was trained on.")
+        assert reference is not None
+        expected, info = base.infos[reference].shape, self.source.infos[key]
+        grows = reference in (base.embedding, base.head)
+        self._check_shape(key, info, (info.shape[0], *expected[1:]) if grows and info.shape else expected)
+        change = changes.setdefault(plain, Changes())
+        module = plain.rpartition(".")[0]
+        saved = self.config.get("modules_to_save") or ()
+        if ".base_layer." in name or (grows and not any(f".{module}".endswith(f".{one}") for one in saved)):
+            if plain.endswith(".bias"):
+                self._check_replaces(key, change.trained)
+                change.trained = Stored(self.source, key)
+            else:
+                change.base = Stored(self.source, key)
+        else:
+            self._check_replaces(key, change.trained)
+            change.trained = Stored(self.source, key)
+
+    def _check_replaces(self, key: str, already: Stored | None) -> None:
+        if already is not None or self.weight != 1:
+            raise ConfigError(
+                expected="tensors that are trained as a whole to come from one adapter of weight 1",
+                got=f"{key} " + ("from two adapters" if already else f"with weight {self.weight}"),
+                remedy="Merge this adapter alone and with weight 1, the others after it.",
+            )
+
+    def _check_shape(self, key: str, got: Info, expected: tuple[int, ...]) -> None:
+        if got.shape != tuple(expected):
+            raise ExportError(
+                expected=f"{key} of shape {list(expected)}, as in the base",
+                got=str(list(got.shape)),
+                remedy="Give the base that the adapter was trained on.",
+            )
+
+    def _unknown(self, base: Base, key: str, remedy: str) -> None:
+        raise ExportError(
+            expected="every tensor of the adapter to belong to a tensor of the base",
+            got=f"{key} in {self.file.name}, which belongs to none of {len(base.infos)}",
+            remedy=remedy,
+        )
+
+    def _check_complete(self, base: Base, adapted: Collection[str]) -> None:
+        """A module that ``target_modules`` names must be in the file, or a part of the training would be lost."""
+        config = self.config
+        targets = config.get("target_modules")
+        if not targets or isinstance(targets, str) or config.get("layers_to_transform") is not None:
+            return
+        for name, info in base.infos.items():
+            module = name.removesuffix(".weight")
+            if module == name or len(info.shape) != 2 or re.search(r"\.experts\.\d+\.", name) or module in adapted:
+                continue
+            if _names(targets, module) and not _names(config.get("exclude_modules"), module):
+                raise ExportError(
+                    expected=f"LoRA for {module}, which target_modules of the adapter names",
+                    got=f"none in {self.file.name}",
+                    remedy="The adapter is incomplete: save it again.",
+                )
+
+
+def _names(targets: Any, module: str) -> bool:
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return any(module == target or module.endswith(f".{target}") for target in targets or ())

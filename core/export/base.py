@@ -1,0 +1,246 @@
+"""The base model as numbers: packed and quantised tensors look like the dense ones that they stand for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unsloth_plugins.core.errors import ExportError, UnsupportedError
+from unsloth_plugins.core.export.tensors import Info, MemoryTensors, Source, open_folder, raw_bytes
+from unsloth_plugins.core.mxfp4.codec import BLOCK, decode
+
+PIECE_BYTES = 4 << 20  # of a piece in float32
+_BNB_STATE = ".quant_state.bitsandbytes__"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+
+
+class Base:
+    """A model's tensors under the names of its 16-bit checkpoint.
+
+    Args:
+        source: the tensors as they are stored.
+        config: what ``config.json`` holds.
+
+    Attributes:
+        infos: name -> dtype and shape as dense tensors. Packed ones count as bfloat16.
+        packed: names of those that are stored as MXFP4 ``*_blocks`` and ``*_scales``.
+
+    Raises:
+        UnsupportedError: another quantisation than MXFP4 and bitsandbytes' 4 bits.
+    """
+
+    def __init__(self, source: Source, config: dict[str, Any]) -> None:
+        self.source, self.config = source, config
+        self.packed: set[str] = set()
+        self._bnb: dict[str, dict[str, Any]] = {}
+        _check_method(config)
+        infos: dict[str, Info] = {}
+        for name, info in source.infos.items():
+            if name.endswith("_blocks") and (scales := _scales_of(name)) in source.infos:
+                n_experts, outputs, rows = source.infos[scales].shape
+                dense = name.removesuffix("_blocks")
+                self.packed.add(dense)
+                infos[dense] = Info(torch.bfloat16, (n_experts, rows * BLOCK, outputs))
+            elif name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" in source.infos:
+                continue
+            elif (weight := self._bnb_weight(name)) is not None:
+                if weight != name:
+                    continue
+                state = self._bnb[name]
+                infos[name] = Info(getattr(torch, state["dtype"]), tuple(state["shape"]))
+            else:
+                infos[name] = info
+        self.infos = infos
+
+    def _bnb_weight(self, name: str) -> str | None:
+        """The 4-bit weight that ``name`` is or belongs to."""
+        for suffix in (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _BNB_STATE):
+            if suffix in name:
+                name = name[: name.index(suffix)]
+                break
+        if name not in self._bnb:
+            states = [key for kind in ("nf4", "fp4") if (key := f"{name}{_BNB_STATE}{kind}") in self.source.infos]
+            if not states:
+                return None
+            self._bnb[name] = json.loads(bytes(raw_bytes(self.source.read(states[0]))).decode())
+        return name
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Rows of a dense tensor, with the numbers that a forward pass sees.
+
+        Returns:
+            float32 for MXFP4, the stored dtype for plain tensors, and bitsandbytes' dtype for its 4 bits.
+        """
+        if name in self.packed:
+            blocks = self.source.read(f"{name}_blocks", begin, end)
+            scales = self.source.read(f"{name}_scales", begin, end)
+            return decode(blocks, scales).transpose(-1, -2)
+        if name in self._bnb:
+            return self._read_bnb(name)[begin:end]
+        return self.source.read(name, begin, end)
+
+    def _read_bnb(self, name: str) -> torch.Tensor:
+        """bitsandbytes' 4 bits: the earlier code in the high nibble, ``absmax`` for each block, itself often 8 bits."""
+        state = self._bnb[name]
+        packed = self.source.read(name).view(torch.uint8).view(-1)
+        absmax = self.source.read(f"{name}.absmax")
+        if f"{name}.nested_absmax" in self.source.infos:
+            codes = self.source.read(f"{name}.nested_quant_map")[absmax.int()]
+            outer = self.source.read(f"{name}.nested_absmax")
+            size = state["nested_blocksize"]
+            absmax = codes * outer.repeat_interleave(size)[: codes.numel()] + state["nested_offset"]
+        table = self.source.read(f"{name}.quant_map")
+        both = torch.stack((packed >> 4, packed & 15), dim=-1).view(-1)
+        values = torch.empty(both.numel(), dtype=getattr(torch, state["dtype"]))
+        step = state["blocksize"] << 16
+        for at in range(0, both.numel(), step):
+            part = table[both[at : at + step].int()]
+            factors = absmax[at // state["blocksize"] :][: -(-part.numel() // state["blocksize"])]
+            values[at : at + step] = part * factors.repeat_interleave(state["blocksize"])[: part.numel()]
+        shape = state["shape"]
+        return values[: torch.Size(shape).numel()].view(shape)
+
+    @property
+    def embedding(self) -> str | None:
+        """The name of the input embedding, where it is one of the usual ones."""
+        found = [name for name in self.infos if name.endswith(_EMBEDDINGS)]
+        return found[0] if len(found) == 1 else None
+
+    @property
+    def head(self) -> str:
+        """The name of the output head, whether it is stored or not."""
+        return "lm_head.weight"
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding: by the config, and where it doesn't say, by what is stored."""
+        for part in (self.config, self.config.get("text_config") or {}):
+            if "tie_word_embeddings" in part:
+                return bool(part["tie_word_embeddings"])
+        return self.embedding is not None and self.head not in self.infos
+
+    def hashes(self, name: str) -> dict[str, str]:
+        """sha256 of the stored tensors behind a dense one, read in pieces."""
+        stored = [key for key in (name, f"{name}_blocks", f"{name}_scales") if key in self.source.infos]
+        if name in self._bnb:
+            stored += [key for key in self.source.infos if key.startswith(f"{name}.")]
+        return {key: _sha256(self.source, key) for key in stored}
+
+
+def _check_method(config: dict[str, Any]) -> None:
+    for part in (config, config.get("text_config") or {}):
+        stored = part.get("quantization_config")
+        if not stored:
+            continue
+        method = stored.get("quant_method")
+        four_bit = stored.get("load_in_4bit") or stored.get("_load_in_4bit")
+        if method == "mxfp4" or (method == "bitsandbytes" and four_bit):
+            continue
+        raise UnsupportedError(
+            expected="a base in 16 or 32 bits, in MXFP4, or in 4 bits of bitsandbytes",
+            got=f"quant_method {method!r}",
+            remedy="Merge into the 16-bit model that this one was made from.",
+        )
+
+
+def _scales_of(blocks: str) -> str:
+    return blocks.removesuffix("_blocks") + "_scales"
+
+
+def spans(info: Info, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int | None]]:
+    """Ranges along the first dimension whose numbers take about ``piece_bytes`` in float32."""
+    if not info.shape:
+        yield 0, None
+        return
+    row = max(Info(torch.float32, info.shape[1:]).nbytes, 1)
+    step = max(piece_bytes // row, 1)
+    for begin in range(0, info.shape[0], step):
+        yield begin, min(begin + step, info.shape[0])
+
+
+def _sha256(source: Source, name: str) -> str:
+    digest = hashlib.sha256()
+    for begin, end in spans(source.infos[name]):
+        digest.update(raw_bytes(source.read(name, begin, end)))
+    return digest.hexdigest()
+
+
+def fingerprint(source: Source) -> str:
+    """A quick hash that tells models apart: all names, dtypes and shapes, and the first and last row of each tensor."""
+    digest = hashlib.sha256()
+    for name in sorted(source.infos):
+        info = source.infos[name]
+        digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
+        if info.shape and info.shape[0]:
+            for begin in (0, info.shape[0] - 1):
+                digest.update(raw_bytes(source.read(name, begin, begin + 1).flatten()[:4096]))
+    return digest.hexdigest()
+
+
+def resolve_folder(path_or_id: str | Path) -> Path:
+    """A local folder as it is; a hub id through the hub's cache, downloaded where it is not there and that is allowed.
+
+    Raises:
+        ExportError: neither a folder nor a model that the hub or its cache has.
+    """
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "LICENSE*", "NOTICE*"]
+        return Path(snapshot_download(str(path_or_id), allow_patterns=patterns, ignore_patterns=["*/*"]))
+    except Exception as error:
+        raise ExportError(
+            expected="a model folder, or a hub id that can be fetched or is in the cache",
+            got=f"{path_or_id} ({type(error).__name__})",
+            remedy="Give the folder that holds config.json and the safetensors files.",
+        ) from error
+
+
+def open_base(folder: Path) -> Base:
+    """The base model in a folder.
+
+    Raises:
+        ExportError: no config.json, no safetensors, or an incomplete set.
+        UnsupportedError: a quantisation that can't be read.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ExportError(
+            expected=f"config.json in {folder}", got="none", remedy="Give the folder of a complete model."
+        )
+    return Base(open_folder(folder), json.loads(path.read_text(encoding="utf-8")))
+
+
+def base_of_model(model: Any) -> Base:
+    """The base tensors of a live model, with or without PEFT around it; tied tensors once.
+
+    Raises:
+        UnsupportedError: weights are quantised in a way that can't be read, or are not on a real device.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in inner.state_dict().items():
+        if ".lora_" in name or ".modules_to_save." in name or ".token_adapter.trainable" in name:
+            continue
+        if tensor.is_meta:
+            raise UnsupportedError(
+                expected="a model whose weights are loaded", got=f"{name} on the meta device", remedy="Load it fully."
+            )
+        plain = name
+        for part in (".base_layer", ".original_module", ".token_adapter"):
+            plain = plain.replace(part, "")
+        where = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.numel() and where in seen:
+            continue
+        seen.add(where)
+        tensors[plain] = tensor
+    return Base(MemoryTensors(tensors), inner.config.to_dict())

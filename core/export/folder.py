@@ -1,0 +1,179 @@
+"""A result that appears at once or not at all: written beside its place, renamed when it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from unsloth_plugins.core.errors import ConflictError, ExportError
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
+_NOT_COPIED = ("config.json", "adapter_config.json", "export_manifest.json", "trainer_state.json", ".gitattributes")
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
+)
+
+
+def check_space(place: Path, needed: int) -> None:
+    """Refuse before anything is written where the disk can't take ``needed`` bytes.
+
+    Raises:
+        ExportError: with both numbers.
+    """
+    folder = place
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ExportError(
+            expected=f"{needed:,} bytes free for {place}",
+            got=f"{free:,}",
+            remedy=f"Free {needed - free:,} bytes, or write to another disk.",
+        )
+
+
+@contextlib.contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A hidden sibling of ``target`` to write to; it gets the target's name when the block ends without an error.
+
+    What a killed run left behind under the hidden name is removed by the next run to the same target.
+
+    Raises:
+        ExportError: ``target`` exists.
+        ConflictError: another process is writing to it now.
+    """
+    with _hidden(target) as hidden:
+        hidden.mkdir()
+        yield hidden
+        for folder, _, names in os.walk(hidden):
+            for name in names:
+                _sync(Path(folder) / name)
+        _appear(hidden, target)
+
+
+@contextlib.contextmanager
+def appearing_file(target: Path) -> Iterator[Path]:
+    """As ``appearing``, for one file, which the block creates."""
+    with _hidden(target) as hidden:
+        yield hidden
+        _appear(hidden, target)
+
+
+@contextlib.contextmanager
+def _hidden(target: Path) -> Iterator[Path]:
+    if target.exists():
+        raise ExportError(
+            expected="an output that does not exist yet", got=str(target), remedy="Remove it, or choose another name."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    hidden = target.parent / f".{target.name}.incomplete"
+    with (target.parent / f".{target.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConflictError(
+                expected=f"one process that writes {target}",
+                got="another one, which has locked it",
+                remedy="Wait for it, or choose another name.",
+            ) from error
+        try:
+            _remove(hidden)
+            yield hidden
+        finally:
+            _remove(hidden)
+            Path(lock.name).unlink(missing_ok=True)
+
+
+def _appear(hidden: Path, target: Path) -> None:
+    _sync(hidden)
+    hidden.rename(target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _remove(place: Path) -> None:
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+
+
+def side_files(base: Path | None, adapters: Sequence[Path]) -> list[tuple[Path, str]]:
+    """What goes along with the weights, and its name there: tokenizer, chat template, generation config, licence, card.
+
+    The tokenizer is that of the last adapter that has one, as a whole, else the base's.
+    """
+    found: dict[str, Path] = {}
+    if base is not None:
+        for path in sorted(base.iterdir()):
+            name = path.name
+            if path.is_file() and path.suffix not in _WEIGHTS and name not in _NOT_COPIED and "index.json" not in name:
+                found[name] = path
+        found |= _templates(base)
+    for folder in adapters:
+        if (folder / "tokenizer_config.json").is_file():
+            found = {name: path for name, path in found.items() if name not in _TOKENIZER and "/" not in name}
+            found |= {name: folder / name for name in _TOKENIZER if (folder / name).is_file()}
+            found |= _templates(folder)
+    return [(path, name) for name, path in found.items()]
+
+
+def _templates(folder: Path) -> dict[str, Path]:
+    below = "additional_chat_templates"
+    return {f"{below}/{path.name}": path for path in sorted((folder / below).glob("*.jinja"))}
+
+
+def copy_files(files: Sequence[tuple[Path, str]], target: Path) -> None:
+    """Copy each to its name under ``target``."""
+    for source, name in files:
+        place = target / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, place)
+
+
+def cleaned_config(config: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """``config.json`` without any ``quantization_config``, at every depth, and with the given settings.
+
+    Args:
+        config: of the base.
+        settings: ``dtype`` is set wherever a dtype was named, and on top; ``vocab_size`` and ``tie_word_embeddings``
+            where they were named, and on top if they were named nowhere; ``None`` leaves a setting as it is. A
+            ``quantization_config`` is set on top.
+    """
+    settings = {name: value for name, value in settings.items() if value is not None}
+    named: set[str] = set()
+
+    def clean(part: Any) -> Any:
+        if isinstance(part, list):
+            return [clean(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        out = {}
+        for key, value in part.items():
+            if key in ("quantization_config", "_pre_quantization_dtype"):
+                continue
+            wanted = "dtype" if key == "torch_dtype" else key
+            if wanted in settings:
+                named.add(wanted)
+                value = settings[wanted]
+            out[key] = clean(value)
+        return out
+
+    out: dict[str, Any] = clean(config)
+    if "dtype" in settings and "dtype" not in out and "torch_dtype" not in out:
+        named.discard("dtype")
+    out |= {name: value for name, value in settings.items() if name not in named}
+    return out

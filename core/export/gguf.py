@@ -1,0 +1,227 @@
+"""A GGUF file for llama.cpp, from a model folder or from a base and adapters, in one streamed pass."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
+from unsloth_plugins.core.export.adapter import Adapter
+from unsloth_plugins.core.export.base import open_base, resolve_folder, spans
+from unsloth_plugins.core.export.folder import appearing_file, check_space
+from unsloth_plugins.core.export.gguf_layout import Piece, add_metadata, architecture_of, pieces_of
+from unsloth_plugins.core.export.gguf_vocab import add_vocabulary, load_tokenizer
+from unsloth_plugins.core.export.merge import Adapters, check_base, open_adapters
+from unsloth_plugins.core.export.merged import Merged
+from unsloth_plugins.core.export.tensors import Info, Progress, raw_bytes
+from unsloth_plugins.core.mxfp4.codec import BLOCK, encode
+
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4")
+_FILE_TYPE = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}
+_WITH_LLAMA_QUANTIZE = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq", "tq")
+_PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class GgufReport:
+    """What an export did.
+
+    Attributes:
+        output: the file.
+        tensors: GGUF name -> type.
+        bytes_needed: that were checked to be free on the disk.
+        notes: what llama.cpp will do otherwise, and what could not be checked.
+    """
+
+    output: Path
+    tensors: dict[str, str]
+    bytes_needed: int
+    notes: list[str] = field(default_factory=list)
+
+
+def check_type(quant: str) -> None:
+    """Refuse a type before any work.
+
+    Raises:
+        UnsupportedError: one that llama.cpp has and this export can't make; the tool is named.
+        ConfigError: one that nobody knows.
+    """
+    if quant in TYPES:
+        return
+    if quant.lower().startswith(_WITH_LLAMA_QUANTIZE):
+        raise UnsupportedError(
+            expected=f"one of {', '.join(TYPES)}",
+            got=quant,
+            remedy=f"Export to bf16, then run llama.cpp's own `llama-quantize model.gguf out.gguf {quant.upper()}`.",
+        )
+    raise ConfigError(expected=f"quant to be one of {', '.join(TYPES)}", got=repr(quant), remedy="Choose one.")
+
+
+def export_gguf(
+    model: str | Path,
+    output: str | Path,
+    *,
+    adapter: Adapters = (),
+    quant: str = "bf16",
+    allow_other_base: bool = False,
+    progress: Progress | None = None,
+) -> GgufReport:
+    """Write one GGUF file.
+
+    Args:
+        model: folder or hub id: a merged model, or the base of the adapters.
+        output: the file, which must not exist. It appears when it is complete.
+        adapter: a PEFT folder, several, or folder -> weight; merged in float32, rounded once to ``quant``.
+        quant: "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"; or "mxfp4" for gpt-oss: experts that no
+            adapter changed keep their codes exactly, the other tensors are bf16. Norms, biases, sinks and routers are
+            always float32.
+        allow_other_base: merge although the adapter names another base.
+        progress: called with bytes done, bytes in all, and the tensor's name.
+
+    Raises:
+        UnsupportedError: the type needs another tool, the architecture, rope or tokenizer is not exported here, or the
+            ``gguf`` package is missing. Before any work.
+        ExportError: something is missing or doesn't fit, or too little disk.
+        ConfigError: an option that can't be.
+    """
+    check_type(quant)
+    if importlib.util.find_spec("gguf") is None:
+        raise UnsupportedError(
+            expected="the package gguf", got="none", remedy="Install it: pip install 'unsloth-plugins[export]'."
+        )
+    output, folder = Path(output), resolve_folder(model)
+    base = open_base(folder)
+    arch = architecture_of(base.config)
+    if quant == "mxfp4" and arch != "gpt-oss":
+        raise UnsupportedError(
+            expected="a gpt_oss for mxfp4, which is for experts", got=arch, remedy="Choose q8_0, q4_0 or bf16."
+        )
+    adapters = open_adapters(adapter)
+    notes = [check_base(one, model, folder, base.source, allow_other_base) for one in adapters]
+    merged = Merged(base, adapters)
+    return _write(merged, arch, output, _tokenizer(folder, adapters), quant, notes, progress)
+
+
+def _tokenizer(folder: Path, adapters: Sequence[Adapter]) -> Any:
+    own = [one.folder for one in adapters if (one.folder / "tokenizer_config.json").is_file()]
+    return load_tokenizer(own[-1] if own else folder)
+
+
+def _write(
+    merged: Merged, arch: str, output: Path, tokenizer: Any, quant: str, notes: list[str], progress: Progress | None
+) -> GgufReport:
+    import gguf
+    import numpy as np
+
+    pieces = pieces_of(merged)
+    types = {piece.name: _type_of(piece, quant, notes) for piece in pieces}
+    writer = gguf.GGUFWriter(None, arch)
+    writer.add_type("model")
+    writer.add_name(str(merged.base.config.get("_name_or_path") or output.stem))
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPE.get(quant, f"MOSTLY_{quant.upper()}")])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add_metadata(writer, merged, notes)
+    assert merged.vocab_size is not None
+    add_vocabulary(writer, tokenizer, merged.vocab_size)
+    sizes = {}
+    for piece in pieces:
+        kind = gguf.GGMLQuantizationType[types[piece.name].upper()]
+        block, width = gguf.GGML_QUANT_SIZES[kind]
+        sizes[piece.name] = Info(torch.uint8, piece.shape).nbytes // block * width
+        writer.add_tensor_info(piece.name, piece.shape, np.dtype(np.float32), sizes[piece.name], raw_dtype=kind)
+    total = sum(sizes.values())
+    needed = total + (64 << 20)
+    check_space(output, needed)
+    done = 0
+    with appearing_file(output) as hidden:
+        writer.write_header_to_file(hidden)
+        try:
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            assert writer.fout is not None
+            (stream,) = writer.fout
+            writer.write_padding(stream, stream.tell())
+            for piece in pieces:
+                begin = done
+                for data in _encoded(merged, piece, types[piece.name]):
+                    stream.write(data)
+                    done += len(data)
+                    if progress:
+                        progress(done, total, piece.name)
+                if done - begin != sizes[piece.name]:
+                    raise ExportError(
+                        expected=f"{sizes[piece.name]} bytes of {piece.name}",
+                        got=str(done - begin),
+                        remedy="This is a defect of the export; please report it.",
+                    )
+                writer.write_padding(stream, done - begin)
+        finally:
+            writer.close()
+    return GgufReport(output, types, needed, notes)
+
+
+def _type_of(piece: Piece, quant: str, notes: list[str]) -> str:
+    if piece.always_f32:
+        return "f32"
+    if quant == "mxfp4":
+        quant = "mxfp4" if piece.expert else "bf16"
+    if quant not in _PLAIN and piece.shape[-1] % BLOCK:
+        notes.append(f"{piece.name} stays in f16: its rows of {piece.shape[-1]} are no multiple of {BLOCK}.")
+        return "f16"
+    return quant
+
+
+def _encoded(merged: Merged, piece: Piece, kind: str) -> Iterator[memoryview]:
+    if kind == "mxfp4" and piece.source in merged.base.packed and not merged.changed(piece.source):
+        yield from _repacked(merged, piece)
+        return
+    for rows in piece.rows():
+        if kind in _PLAIN:
+            rounded = rows.to(_PLAIN[kind])
+            if kind == "f16" and bool((rounded.isinf() & ~rows.isinf()).any()):
+                raise ExportError(
+                    expected=f"numbers within float16's range in {piece.source}",
+                    got=f"{rows.abs().max():g}",
+                    remedy="Export to bf16.",
+                )
+            yield raw_bytes(rounded)
+        elif kind == "mxfp4":
+            yield raw_bytes(ggml_mxfp4(*encode(rows)))
+        else:
+            import gguf
+
+            packed = gguf.quants.quantize(rows.contiguous().numpy(), gguf.GGMLQuantizationType[kind.upper()])
+            yield packed.reshape(-1).data
+
+
+def _repacked(merged: Merged, piece: Piece) -> Iterator[memoryview]:
+    """The checkpoint's own codes and scales, in GGUF's order."""
+    source = merged.base.source
+    offset = {"gate": 0, "up": 1, "down": None}[piece.expert or "down"]
+    for begin, end in spans(merged.base.infos[piece.source]):
+        blocks = source.read(f"{piece.source}_blocks", begin, end)
+        scales = source.read(f"{piece.source}_scales", begin, end)
+        if offset is not None:
+            blocks, scales = blocks[:, offset::2], scales[:, offset::2]
+        yield raw_bytes(ggml_mxfp4(blocks, scales))
+
+
+def ggml_mxfp4(blocks_RB: torch.Tensor, scales_R: torch.Tensor) -> torch.Tensor:
+    """The same numbers in GGUF's order: the scale first, then byte j holds numbers j (low nibble) and j + 16.
+
+    Args:
+        blocks_RB: uint8 [..., R, 16], byte j holding numbers 2j and 2j + 1.
+        scales_R: uint8 [..., R].
+
+    Returns:
+        uint8 [..., R, 17].
+    """
+    codes = torch.stack((blocks_RB & 15, blocks_RB >> 4), dim=-1).flatten(-2)
+    half = BLOCK // 2
+    together = codes[..., :half] | (codes[..., half:] << 4)
+    return torch.cat((scales_R[..., None], together), dim=-1)

@@ -1,0 +1,261 @@
+"""Which GGUF tensors and metadata a Hugging Face model becomes, for llama.cpp's own graph of that architecture.
+
+Names come from the ``gguf`` package's tables. llama.cpp rotates neighbouring pairs (2i, 2i+1) in its ``llama`` graph,
+transformers rotates (i, i + d/2): there the rows of q and k are reordered within each head. The other graphs rotate
+like transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unsloth_plugins.core.errors import ExportError, UnsupportedError
+from unsloth_plugins.core.export.base import spans
+from unsloth_plugins.core.export.merged import Merged
+from unsloth_plugins.core.export.tensors import Info
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma": "gemma",
+    "gpt_oss": "gpt-oss",
+}
+"""transformers' model_type -> llama.cpp's architecture."""
+
+_BLOCK = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GPT_OSS_BLOCK = _BLOCK | {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
+_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One GGUF tensor.
+
+    Attributes:
+        name: in the GGUF.
+        shape: outermost dimension first.
+        source: name of the merged tensor that it comes from.
+        rows: iterates over its float32 numbers along the first dimension.
+        always_f32: whether llama.cpp wants it in float32 whatever the file's type.
+        expert: "gate", "up" or "down" for the experts' weights.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: str
+    rows: Callable[[], Iterator[torch.Tensor]]
+    always_f32: bool = False
+    expert: str | None = None
+
+
+def architecture_of(config: dict[str, Any]) -> str:
+    """llama.cpp's name of the architecture.
+
+    Raises:
+        UnsupportedError: one that is not exported here.
+    """
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise UnsupportedError(
+            expected=f"model_type to be one of {', '.join(ARCHITECTURES)}",
+            got=repr(kind),
+            remedy="Merge to safetensors, and convert that with llama.cpp's own converter.",
+        )
+    return ARCHITECTURES[kind]
+
+
+def head_size(config: dict[str, Any]) -> int:
+    """Numbers of one attention head."""
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def rope_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Rope settings, wherever this version of the config keeps them; ``rope_type`` and ``rope_theta`` always there."""
+    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    if rope["rope_type"] not in ("default", "linear", "yarn", "llama3"):
+        raise UnsupportedError(
+            expected="rope of type default, linear, yarn or llama3",
+            got=repr(rope["rope_type"]),
+            remedy="Merge to safetensors, and convert that with llama.cpp's own converter.",
+        )
+    return rope
+
+
+def pieces_of(merged: Merged) -> list[Piece]:
+    """Every GGUF tensor of the merged model.
+
+    Raises:
+        UnsupportedError: an architecture or rope that is not exported here.
+        ExportError: a tensor that has no place in the GGUF.
+    """
+    config = merged.base.config
+    arch = architecture_of(config)
+    pieces: list[Piece] = []
+    for name, info in merged.infos.items():
+        pieces += _convert(merged, arch, name, info)
+    rope = rope_of(config)
+    if rope["rope_type"] == "llama3":
+        factors = _llama3_factors(rope, head_size(config))
+        pieces.append(Piece("rope_freqs.weight", tuple(factors.shape), "", lambda: iter([factors]), always_f32=True))
+    return pieces
+
+
+def _convert(merged: Merged, arch: str, name: str, info: Info) -> list[Piece]:
+    if name.endswith("rotary_emb.inv_freq"):
+        return []
+    add = 1.0 if arch == "gemma" and name.endswith("norm.weight") else 0.0
+
+    def plain(target: str, always_f32: bool = False) -> list[Piece]:
+        def rows() -> Iterator[torch.Tensor]:
+            for begin, end in spans(info):
+                yield merged.read(name, begin, end).float() + add
+
+        return [Piece(target, info.shape, name, rows, always_f32 or len(info.shape) == 1)]
+
+    if name in _TOP:
+        return plain(_TOP[name])
+    parts = name.split(".")
+    if parts[:2] != ["model", "layers"] or len(parts) < 4:
+        raise _no_place(name, arch)
+    block, rest = f"blk.{parts[2]}", ".".join(parts[3:])
+    if arch == "gpt-oss":
+        if rest == "self_attn.sinks":
+            return plain(f"{block}.attn_sinks.weight")
+        if rest.startswith("mlp.experts."):
+            return _experts(merged, block, name, info)
+    module, _, kind = rest.rpartition(".")
+    table = _GPT_OSS_BLOCK if arch == "gpt-oss" else _BLOCK
+    if module not in table or kind not in ("weight", "bias"):
+        raise _no_place(name, arch)
+    target = f"{block}.{table[module]}.{kind}"
+    if arch == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
+        heads = merged.base.config["num_attention_heads"]
+        if module.endswith("k_proj"):
+            heads = merged.base.config.get("num_key_value_heads") or heads
+
+        def reordered() -> Iterator[torch.Tensor]:
+            whole = merged.read(name).float()
+            yield whole.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(whole.shape)
+
+        return [Piece(target, info.shape, name, reordered, len(info.shape) == 1)]
+    return plain(target, always_f32=module == "mlp.router")
+
+
+def _experts(merged: Merged, block: str, name: str, info: Info) -> list[Piece]:
+    """gate and up lie interleaved in one tensor, even and odd, and become two; [E, in, out] becomes [E, out, in]."""
+    projection = name.rpartition(".")[2]
+    is_bias = projection.endswith("_bias")
+    kind = "bias" if is_bias else "weight"
+    projection = projection.removesuffix("_bias")
+    if projection not in ("gate_up_proj", "down_proj"):
+        raise _no_place(name, "gpt-oss")
+    parts = {"gate": 0, "up": 1} if projection == "gate_up_proj" else {"down": None}
+    found = []
+    for part, offset in parts.items():
+
+        def rows(offset: int | None = offset) -> Iterator[torch.Tensor]:
+            for begin, end in spans(info):
+                wide = merged.read(name, begin, end).float()
+                wide = wide if is_bias else wide.transpose(-1, -2)
+                if offset is not None:
+                    wide = wide[:, offset::2]
+                yield wide
+
+        outputs = info.shape[-1] // (1 if offset is None else 2)
+        shape = (info.shape[0], outputs) if is_bias else (info.shape[0], outputs, info.shape[1])
+        target = f"{block}.ffn_{part}_exps.{kind}"
+        found.append(Piece(target, shape, name, rows, always_f32=is_bias, expert=None if is_bias else part))
+    return found
+
+
+def _no_place(name: str, arch: str) -> ExportError:
+    return ExportError(
+        expected=f"only tensors that llama.cpp's {arch} has",
+        got=name,
+        remedy="Merge to safetensors, and convert that with llama.cpp's own converter.",
+    )
+
+
+def _llama3_factors(rope: dict[str, Any], size: int) -> torch.Tensor:
+    """By how much each rotation is slowed down.
+
+    Source: ``transformers.modeling_rope_utils._compute_llama3_parameters``.
+    """
+    turn = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    length = 2 * math.pi / turn
+    context, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = (context / length - low) / (high - low)
+    between = 1.0 / ((1 - smooth) / factor + smooth)
+    slowed = torch.where(length > context / low, factor, torch.where(length < context / high, 1.0, between))
+    return slowed.float()
+
+
+def add_metadata(writer: Any, merged: Merged, notes: list[str]) -> None:
+    """Sizes, attention and rope into the writer.
+
+    Args:
+        writer: a ``gguf.GGUFWriter``.
+        notes: what llama.cpp computes otherwise than transformers is added.
+    """
+    import gguf
+
+    config = merged.base.config
+    size = head_size(config)
+    heads = config["num_attention_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(merged.vocab_size)
+    writer.add_rope_dimension_count(size)
+    rope = rope_of(config)
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+    if rope["rope_type"] == "yarn":
+        original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(int(original))
+        writer.add_rope_scaling_yarn_beta_fast(float(rope.get("beta_fast") or 32.0))
+        writer.add_rope_scaling_yarn_beta_slow(float(rope.get("beta_slow") or 1.0))
+        if rope.get("truncate") is False:
+            notes.append("llama.cpp rounds the borders of yarn's ramp, this model does not: logits differ slightly.")
+    window = config.get("sliding_window")
+    if config["model_type"] == "gpt_oss":
+        writer.add_sliding_window(window)
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config.get("num_experts_per_tok") or config["experts_per_token"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    elif window and config.get("use_sliding_window", True) and window < config["max_position_embeddings"]:
+        notes.append(f"llama.cpp ignores this model's window of {window} tokens: longer texts differ.")

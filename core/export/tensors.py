@@ -1,0 +1,282 @@
+"""Tensors read from and written to safetensors folders piece by piece, so that no file is ever held whole.
+
+The format: 8 bytes (little-endian) with the length of a JSON header, the header {name: {dtype, shape, data_offsets}},
+then the data. Files are read and not mapped, because mapped pages count as memory of the process.
+
+Source: https://github.com/huggingface/safetensors (README, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import torch
+
+from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Info:
+    """Dtype and shape of a tensor that is not in memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its numbers."""
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class Source(Protocol):
+    """Named tensors that can be read by rows."""
+
+    infos: Mapping[str, Info]
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Rows ``begin`` to ``end`` along the first dimension, on the CPU; all of them by default."""
+        ...
+
+
+class MemoryTensors:
+    """Tensors that somebody else holds, on any device.
+
+    Args:
+        tensors: by name. Quantised ones must have been unpacked by the caller.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.infos: Mapping[str, Info] = {name: Info(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """See ``Source``."""
+        tensor = self._tensors[name].detach()
+        return (tensor[begin:end] if tensor.ndim else tensor).cpu()
+
+
+class FileTensors:
+    """The tensors of some safetensors files.
+
+    Args:
+        files: each name must occur once among them.
+
+    Raises:
+        ExportError: two files hold a tensor of the same name, a file is cut off, or a dtype is unknown.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        infos: dict[str, Info] = {}
+        self._places: dict[str, tuple[Path, int]] = {}
+        self.files = list(files)
+        for file in self.files:
+            for name, info, offset in _entries(file):
+                if name in infos:
+                    raise ExportError(
+                        expected="each tensor in one file",
+                        got=f"{name} in {self._places[name][0].name} and in {file.name}",
+                        remedy="Remove the files that don't belong to this checkpoint, or add its index file.",
+                    )
+                infos[name], self._places[name] = info, (file, offset)
+        self.infos: Mapping[str, Info] = infos
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """See ``Source``."""
+        info, (file, offset) = self.infos[name], self._places[name]
+        if not info.shape:
+            begin, shape = 0, info.shape
+        else:
+            begin, stop, _ = slice(begin, end).indices(info.shape[0])
+            shape = (max(stop - begin, 0), *info.shape[1:])
+            offset += begin * Info(info.dtype, info.shape[1:]).nbytes
+        size = Info(info.dtype, shape).nbytes
+        if not size:
+            return torch.empty(shape, dtype=info.dtype)
+        data = bytearray(size)
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(offset)
+            view, done = memoryview(data), 0
+            while done < size and (count := stream.readinto(view[done:])):
+                done += count
+        if done < size:
+            raise _cut_off(file)
+        return torch.frombuffer(data, dtype=info.dtype).view(shape)
+
+
+def _cut_off(file: Path) -> ExportError:
+    return ExportError(
+        expected="a complete safetensors file",
+        got=f"{file.name}, which is cut off",
+        remedy="Download or save it again.",
+    )
+
+
+def _entries(file: Path) -> Iterator[tuple[str, Info, int]]:
+    with file.open("rb") as stream:
+        first = stream.read(8)
+        if len(first) < 8:
+            raise _cut_off(file)
+        (length,) = struct.unpack("<Q", first)
+        if length > file.stat().st_size - 8:
+            raise _cut_off(file)
+        header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise UnsupportedError(
+                expected=f"tensors of dtype {', '.join(DTYPES)}",
+                got=f"{name} of dtype {entry['dtype']} in {file.name}",
+                remedy="Convert the checkpoint to 16 bits first.",
+            )
+        info = Info(DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        begin, end = entry["data_offsets"]
+        if end - begin != info.nbytes or 8 + length + end > file.stat().st_size:
+            raise _cut_off(file)
+        yield name, info, 8 + length + begin
+
+
+def open_folder(folder: Path) -> FileTensors:
+    """The tensors of a model folder: by its index, or its only file.
+
+    Raises:
+        ExportError: no safetensors there, or a shard that the index names is missing.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise ExportError(
+            expected=f"a model in safetensors in {folder}",
+            got=f"no {missing[0]}" if missing else "no *.safetensors file",
+            remedy="Download it completely, or save the model with save_pretrained.",
+        )
+    return FileTensors(files)
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy where it is contiguous already."""
+    flat = tensor.contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor to be written: what it will be, and its pieces in order along the first dimension."""
+
+    name: str
+    info: Info
+    pieces: Callable[[], Iterator[torch.Tensor]]
+
+
+Progress = Callable[[int, int, str], None]
+"""Called with bytes done, bytes in all, and the tensor's name."""
+
+
+def shards_of(outputs: Sequence[Output], max_bytes: int) -> list[list[Output]]:
+    """Cut the list where a shard would pass ``max_bytes``; a tensor is never split.
+
+    Raises:
+        ConfigError: ``max_bytes`` is not positive.
+    """
+    if max_bytes <= 0:
+        raise ConfigError(expected="a positive shard size", got=str(max_bytes), remedy="Leave it out for the default.")
+    shards: list[list[Output]] = []
+    size = max_bytes + 1
+    for output in outputs:
+        if size + output.info.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(output)
+        size += output.info.nbytes
+    return shards
+
+
+def write_shards(
+    folder: Path, outputs: Sequence[Output], *, max_bytes: int, progress: Progress | None = None
+) -> list[str]:
+    """Write ``model.safetensors``, or numbered shards and their index; one piece is in memory at a time.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        ExportError: a tensor's pieces don't add up to its size.
+    """
+    shards = shards_of(outputs, max_bytes)
+    total = sum(output.info.nbytes for output in outputs)
+    done = 0
+    weight_map = {}
+    files = []
+    for number, shard in enumerate(shards, start=1):
+        several = len(shards) > 1
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if several else "model.safetensors"
+        files.append(file)
+        with (folder / file).open("wb") as stream:
+            _write_header(stream, shard)
+            for output in shard:
+                weight_map[output.name] = file
+                begin = done
+                for piece in output.pieces():
+                    assert piece.dtype == output.info.dtype, (output.name, piece.dtype)
+                    stream.write(raw_bytes(piece))
+                    done += piece.numel() * piece.element_size()
+                    if progress:
+                        progress(done, total, output.name)
+                if done - begin != output.info.nbytes:
+                    raise ExportError(
+                        expected=f"{output.info.nbytes} bytes of {output.name}",
+                        got=str(done - begin),
+                        remedy="This is a defect of the export; please report it.",
+                    )
+            stream.flush()
+            os.fsync(stream.fileno())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return files
+
+
+def _write_header(stream: IO[bytes], shard: Sequence[Output]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for output in shard:
+        end = offset + output.info.nbytes
+        header[output.name] = {
+            "dtype": NAMES[output.info.dtype],
+            "shape": list(output.info.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    stream.write(struct.pack("<Q", len(text)) + text)

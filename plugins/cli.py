@@ -1,0 +1,189 @@
+"""The command line: merge, export and tokenizer. Results go to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from unsloth_plugins.core.errors import UnslothPluginsError
+from unsloth_plugins.core.export.tensors import Progress as Report
+
+app = typer.Typer(
+    name="unsloth-plugins",
+    help="Turn what was trained into what gets deployed.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    add_completion=False,
+)
+_err = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and no progress.")]
+OtherBase = Annotated[
+    bool, typer.Option("--allow-other-base", help="Merge although the adapter was trained on another base.")
+]
+AdapterOption = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", "-a", help="PEFT folder, or FOLDER=WEIGHT. Several are added up.", metavar="FOLDER"),
+]
+
+
+@contextlib.contextmanager
+def _errors(as_json: bool) -> Iterator[None]:
+    """Our own errors become one message and exit status 1; anything else is a defect and keeps its traceback."""
+    handler = RichHandler(console=_err, show_path=False, show_time=False)
+    logger = logging.getLogger("unsloth_plugins")
+    logger.addHandler(handler)
+    propagate, level = logger.propagate, logger.level
+    logger.propagate = False
+    logger.setLevel(logging.WARNING if as_json else logging.INFO)
+    try:
+        yield
+    except UnslothPluginsError as error:
+        if as_json:
+            kind = type(error).__name__
+            print(json.dumps({"error": kind, "expected": error.expected, "got": error.got, "remedy": error.remedy}))
+        else:
+            _err.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+            _err.print(str(error), markup=False, highlight=False)
+        raise typer.Exit(1) from error
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _bar(as_json: bool) -> Iterator[Report | None]:
+    if as_json:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=_err) as progress:
+        task = progress.add_task("writing", total=None)
+
+        def report(done: int, total: int, name: str) -> None:
+            progress.update(task, completed=done, total=total, description=name[-48:])
+
+        yield report
+
+
+def _adapters(given: list[str] | None) -> dict[str, float]:
+    """``FOLDER`` and ``FOLDER=WEIGHT``; a folder whose own name ends like that is taken as it is."""
+    out: dict[str, float] = {}
+    for each in given or ():
+        folder, _, weight = each.rpartition("=")
+        if folder and not Path(each).exists():
+            try:
+                out[folder] = float(weight)
+            except ValueError as error:
+                raise typer.BadParameter(f"{each!r}: the weight after = must be a number.") from error
+        else:
+            out[each] = 1.0
+    return out
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+@app.command()
+def merge(
+    base: Annotated[str, typer.Argument(help="Folder or hub id of the model that the adapter was trained on.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write. It must not exist.")],
+    adapter: AdapterOption = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, or mxfp4 (gpt-oss).")] = "bf16",
+    max_shard_gb: Annotated[float, typer.Option(help="Largest weight file in GB (10^9 bytes).")] = 4.0,
+    allow_other_base: OtherBase = False,
+    as_json: Json = False,
+) -> None:
+    """Merge LoRA adapters into their base: safetensors that transformers and vLLM load.
+
+    Dequantises the base, adds in float32, rounds once. The folder appears when it is complete.
+
+    **Examples**
+
+    `unsloth-plugins merge openai/gpt-oss-20b merged -a outputs/checkpoint-300`
+
+    `unsloth-plugins merge gpt-oss-20b merged-mxfp4 -a adapter --dtype mxfp4`
+
+    `unsloth-plugins merge base merged -a style=0.7 -a facts=1.0 --json`
+    """
+    from unsloth_plugins.core.export import merge as run
+
+    with _errors(as_json), _bar(as_json) as progress:
+        report = run(
+            base,
+            _adapters(adapter),
+            output,
+            dtype=dtype,
+            max_shard_bytes=int(max_shard_gb * 1e9),
+            allow_other_base=allow_other_base,
+            progress=progress,
+        )
+    if as_json:
+        _print_json(asdict(report))
+        return
+    if report.requantised:
+        table = Table("requantised tensor", "relative error", "error / change", title="Rounding to MXFP4")
+        for name, error in report.requantised.items():
+            over = "-" if error.error_over_change is None else f"{error.error_over_change:.3f}"
+            table.add_row(name, f"{error.relative_error:.4f}", over)
+        _err.print(table)
+    _finish(report.output, report.bytes_needed, report.notes, f"{len(report.merged)} tensors merged")
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="Folder or hub id: a merged model, or the base of the adapters.")],
+    output: Annotated[Path, typer.Argument(help="GGUF file to write. It must not exist.")],
+    adapter: AdapterOption = None,
+    quant: Annotated[
+        str, typer.Option(help="f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, or mxfp4 (gpt-oss).")
+    ] = "bf16",
+    allow_other_base: OtherBase = False,
+    as_json: Json = False,
+) -> None:
+    """Write a GGUF file for llama.cpp and Ollama, straight from the base and the adapter if you like.
+
+    No llama.cpp is needed. For gpt-oss, `--quant mxfp4` keeps the experts' codes as they are.
+
+    **Examples**
+
+    `unsloth-plugins export merged model.gguf --quant q8_0`
+
+    `unsloth-plugins export openai/gpt-oss-20b model.gguf -a outputs/checkpoint-300 --quant mxfp4`
+    """
+    from unsloth_plugins.core.export import export_gguf
+
+    with _errors(as_json), _bar(as_json) as progress:
+        report = export_gguf(
+            model,
+            output,
+            adapter=_adapters(adapter),
+            quant=quant,
+            allow_other_base=allow_other_base,
+            progress=progress,
+        )
+    if as_json:
+        _print_json(asdict(report))
+        return
+    _finish(report.output, report.bytes_needed, report.notes, f"{len(report.tensors)} tensors")
+
+
+def _finish(output: Path, needed: int, notes: list[str], what: str) -> None:
+    for note in notes:
+        _err.print(f"- {note}", markup=False, highlight=False)
+    _err.print(f"{what}; {needed:,} bytes were asked of the disk.", highlight=False)
+    sys.stdout.write(f"{output}\n")

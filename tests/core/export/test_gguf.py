@@ -1,0 +1,197 @@
+"""GGUF files as the ``gguf`` package reads them: every number, type and piece of metadata."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from merge_cases import save_llama, save_packed, small_tokenizer, tensors, train_llama, train_packed
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
+from unsloth_plugins.core.export import export_gguf, merge
+from unsloth_plugins.core.export.gguf import ggml_mxfp4
+from unsloth_plugins.core.mxfp4 import decode
+
+
+def _read(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, str]]:
+    reader = gguf.GGUFReader(file)
+    values, types = {}, {}
+    for tensor in reader.tensors:
+        types[tensor.name] = tensor.tensor_type.name.lower()
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        values[tensor.name] = numbers.reshape([int(n) for n in reversed(tensor.shape)])
+    return values, {name: field.contents() for name, field in reader.fields.items()}, types
+
+
+def _llama(tmp_path: Path, **options: object) -> Path:
+    folder = save_llama(tmp_path / "base", **options)
+    small_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("quant", ["f32", "bf16", "f16"])
+def test_case_5_adapter_alone_becomes_a_gguf(tmp_path: Path, quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blocked(*_: object) -> None:
+        raise AssertionError("no network")
+
+    monkeypatch.setattr(socket.socket, "connect", blocked)
+    monkeypatch.setenv("PATH", "")
+    base = _llama(tmp_path)
+    train_llama(base, tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
+    report = export_gguf(base, tmp_path / "m.gguf", adapter=tmp_path / "adapter", quant=quant)
+    dtype = {"f32": "fp32", "f16": "fp16"}.get(quant, quant)
+    merge(base, tmp_path / "adapter", tmp_path / "merged", dtype=dtype)
+    values, fields, types = _read(tmp_path / "m.gguf")
+    merged = {name: tensor.float().numpy() for name, tensor in tensors(tmp_path / "merged").items()}
+    assert len(values) == len(merged) == 3 + 2 * 9 and values.keys() == report.tensors.keys() == types.keys()
+    for name, target in (("mlp.down_proj", "ffn_down"), ("self_attn.v_proj", "attn_v"), ("mlp.up_proj", "ffn_up")):
+        assert np.array_equal(values[f"blk.1.{target}.weight"], merged[f"model.layers.1.{name}.weight"])
+    assert np.array_equal(values["output.weight"], merged["lm_head.weight"])
+    q = merged["model.layers.0.self_attn.q_proj.weight"].reshape(4, 2, 8, 64)
+    for pair in range(8):  # transformers rotates (i, i + 8), llama.cpp (2 i, 2 i + 1)
+        got = values["blk.0.attn_q.weight"].reshape(4, 16, 64)[:, 2 * pair : 2 * pair + 2]
+        assert np.array_equal(got, q[:, :, pair])
+    assert types["blk.0.attn_norm.weight"] == "f32" and types["blk.0.attn_q.weight"] == quant
+    assert fields["general.architecture"] == "llama" and fields["llama.attention.head_count_kv"] == 2
+    assert not list(tmp_path.glob(".m*"))
+
+
+@pytest.mark.parametrize("quant", ["q4_k_m", "q6_k", "iq2_xs"])
+def test_case_5_a_type_of_another_tool_fails_before_any_work(tmp_path: Path, quant: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"llama-quantize model.gguf out.gguf {quant.upper()}"):
+        export_gguf(tmp_path / "not-even-there", tmp_path / "m.gguf", quant=quant)
+    with pytest.raises(ConfigError, match="'q9'"):
+        export_gguf(tmp_path / "not-even-there", tmp_path / "m.gguf", quant="q9")
+
+
+def test_nibbles_are_reordered_exactly() -> None:
+    draw = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (5, 7, 16), dtype=torch.uint8, generator=draw)
+    scales = torch.randint(60, 200, (5, 7), dtype=torch.uint8, generator=draw)
+    packed = ggml_mxfp4(blocks, scales).flatten(-2).numpy()
+    got = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.MXFP4)
+    assert np.array_equal(got, decode(blocks, scales).numpy())
+    byte = ggml_mxfp4(torch.arange(16, dtype=torch.uint8)[None] * 16 + 1, torch.tensor([127], dtype=torch.uint8))
+    assert byte[0, 0] == 127 and byte[0, 1] == 0x11 and byte[0, 2] == 0x80
+
+
+@pytest.mark.parametrize("quant", ["mxfp4", "f32"])
+def test_gpt_oss_experts_keep_their_numbers(tmp_path: Path, quant: str) -> None:
+    base = save_packed(tmp_path / "base")
+    small_tokenizer().save_pretrained(base)
+    train_packed(base, tmp_path / "adapter", layers_to_transform=[1])
+    export_gguf(base, tmp_path / "m.gguf", adapter=tmp_path / "adapter", quant=quant)
+    values, fields, types = _read(tmp_path / "m.gguf")
+    merge(base, tmp_path / "adapter", tmp_path / "merged", dtype="mxfp4" if quant == "mxfp4" else "fp32")
+    merge(tmp_path / "merged", [], tmp_path / "dense", dtype="fp32")
+    dense = {name: tensor.numpy() for name, tensor in tensors(tmp_path / "dense").items()}
+    for layer in range(4):
+        experts = f"model.layers.{layer}.mlp.experts"
+        gate_up, down = (dense[f"{experts}.{name}"].swapaxes(1, 2) for name in ("gate_up_proj", "down_proj"))
+        for name, want in (("gate", gate_up[:, 0::2]), ("up", gate_up[:, 1::2]), ("down", down)):
+            assert types[f"blk.{layer}.ffn_{name}_exps.weight"] == quant
+            assert np.array_equal(values[f"blk.{layer}.ffn_{name}_exps.weight"], want), name
+        biases = dense[f"{experts}.gate_up_proj_bias"]
+        assert np.array_equal(values[f"blk.{layer}.ffn_up_exps.bias"], biases[:, 1::2])
+        assert np.array_equal(values[f"blk.{layer}.attn_sinks.weight"], dense[f"model.layers.{layer}.self_attn.sinks"])
+    for key, want in (
+        ("attention.sliding_window", 8),
+        ("expert_count", 4),
+        ("expert_used_count", 2),
+        ("rope.scaling.type", "yarn"),
+        ("rope.scaling.factor", 32.0),
+        ("rope.scaling.original_context_length", 4096),
+        ("attention.key_length", 16),
+    ):
+        assert fields[f"gpt-oss.{key}"] == want, key
+
+
+def test_case_22_tied_and_parted_heads_and_new_rows(tmp_path: Path) -> None:
+    base = _llama(tmp_path, tie_word_embeddings=True)
+    export_gguf(base, tmp_path / "tied.gguf")
+    assert "output.weight" not in _read(tmp_path / "tied.gguf")[0]
+    train_llama(base, tmp_path / "adapter", modules_to_save=["embed_tokens", "lm_head"])
+    export_gguf(base, tmp_path / "parted.gguf", adapter=tmp_path / "adapter", quant="f32")
+    values, fields, _ = _read(tmp_path / "parted.gguf")
+    adapter = tensors(tmp_path / "adapter")
+    assert np.array_equal(values["output.weight"], adapter["base_model.model.lm_head.weight"].numpy())
+    assert np.array_equal(values["token_embd.weight"], adapter["base_model.model.model.embed_tokens.weight"].numpy())
+    assert len(fields["tokenizer.ggml.tokens"]) == 160
+
+
+def test_vocabulary_types_and_ids(tmp_path: Path) -> None:
+    base = _llama(tmp_path)
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(base)
+    export_gguf(base, tmp_path / "m.gguf", quant="q8_0")
+    _, fields, types = _read(tmp_path / "m.gguf")
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    assert tokens[:3] == ["<pad>", "</s>", "<s>"] and kinds[:3] == [3, 3, 3]
+    extra = tokenizer.convert_tokens_to_ids("<extra>")
+    assert tokens[extra] == "<extra>" and kinds[extra] == 4 and kinds[extra - 1] == 1
+    assert tokens[-1] == "[PAD159]" and kinds[-1] == 5 and len(tokens) == len(kinds) == 160
+    assert fields["tokenizer.ggml.model"] == "gpt2" and fields["tokenizer.ggml.pre"] == "gpt-2"
+    assert fields["tokenizer.chat_template"] == "{{ messages }}"
+    ids = [fields[f"tokenizer.ggml.{name}_token_id"] for name in ("padding", "eos", "bos")]
+    assert ids == [0, 1, 2] and fields["tokenizer.ggml.add_bos_token"] is False
+    assert types["blk.0.ffn_down.weight"] == "q8_0"
+
+
+def test_without_the_gguf_package_it_says_so_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UnsupportedError, match=r"unsloth-plugins\[export\]"):
+        export_gguf(tmp_path / "not-even-there", tmp_path / "m.gguf")
+
+
+def test_rows_that_no_block_divides_are_named(tmp_path: Path) -> None:
+    base = _llama(tmp_path, intermediate_size=80)
+    report = export_gguf(base, tmp_path / "m.gguf", quant="q4_0")
+    assert len(report.notes) == 2 and "blk.0.ffn_down.weight stays in f16" in report.notes[0]
+    assert report.tensors["blk.0.ffn_up.weight"] == "q4_0"
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    base = _llama(tmp_path)
+    with pytest.raises(UnsupportedError, match="gpt_oss for mxfp4"):
+        export_gguf(base, tmp_path / "m.gguf", quant="mxfp4")
+    too_many = small_tokenizer()
+    too_many.add_tokens([f"<{n}>" for n in range(120)])
+    too_many.save_pretrained(base)
+    with pytest.raises(ExportError, match="ids below 160"):
+        export_gguf(base, tmp_path / "m.gguf")
+    config = json.loads((base / "config.json").read_text())
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    for change, named in (({"model_type": "mamba"}, "mamba"), ({"rope_parameters": rope}, "dynamic")):
+        (base / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UnsupportedError, match=named):
+            export_gguf(base, tmp_path / "m.gguf")
+    assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".m*"))
+
+
+def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
+    base = _llama(tmp_path)
+    backend = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (base / name).unlink()
+    with pytest.raises(ExportError, match="a tokenizer in"):
+        export_gguf(base, tmp_path / "m.gguf")
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(base)
+    with pytest.raises(UnsupportedError, match="byte-level BPE"):
+        export_gguf(base, tmp_path / "m.gguf")
+    tokenizer = small_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save_pretrained(base)
+    with pytest.raises(UnsupportedError, match="splits text like"):
+        export_gguf(base, tmp_path / "m.gguf")

@@ -1,0 +1,208 @@
+"""GGUF files as the real llama.cpp reads and runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from assets import gpt_oss_tokenizer_dir, smollm2_dir
+from llama_cpp import LlamaCpp
+from merge_cases import EVERYTHING, randomise, train_packed
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from unsloth_plugins.core.export import export_gguf, merge
+from unsloth_plugins.core.mxfp4 import pack_experts
+
+pytestmark = pytest.mark.slow
+
+PROBES = [
+    "Hello world",
+    "  leading and   inner runs of spaces  ",
+    "tabs\t\tand\nnewlines\n\n\nand\r\nmore",
+    "It's we'll I'D they've DON'T",
+    "1 12 123 1234 12345678 3.14159 1,000,000",
+    "def f(x):\n    return x**2  # comment\n",
+    "你好，世界。こんにちは 안녕하세요",
+    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈 end",
+    "naïve café Ünïcödé Ελληνικά русский",
+    "a<|im_start|>user\nhi<|im_end|>\n",
+    "<|start|>assistant<|channel|>final<|message|>hi<|return|>",
+    "HTTPServer camelCase snake_case kebab-case https://example.org/a?b=c&d",
+    "!!!???...---///\\\\\\",
+]
+
+
+@torch.no_grad()
+def _greedy(model: PreTrainedModel, ids: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """transformers' continuation and its log probabilities at the first place."""
+    prompt = torch.tensor([ids])
+    out = model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+    return out[0, len(ids) :].tolist(), model(prompt).logits[0, -1].float().log_softmax(-1)
+
+
+def _assert_close(got: dict[int, float], want: torch.Tensor, tolerance: float) -> None:
+    assert max(abs(value - want[token].item()) for token, value in got.items()) < tolerance
+
+
+def _same_tokens(llama: LlamaCpp, tokenizer: Any) -> None:
+    for text in PROBES:
+        assert llama.tokenize(text) == tokenizer(text).input_ids, text
+
+
+@pytest.mark.parametrize("quant", ["f32", "f16"])
+def test_smollm2_continues_as_in_transformers(tmp_path: Path, quant: str) -> None:
+    folder = smollm2_dir()
+    report = export_gguf(folder, tmp_path / "model.gguf", quant=quant)
+    assert report.notes == []
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = tokenizer("The history of Rome began when").input_ids
+    tokens, first = _greedy(model, ids, 32)
+    with LlamaCpp(tmp_path / "model.gguf") as llama:
+        got, best = llama.complete(ids, 32)
+        assert got == tokens
+        _assert_close(best[0], first, 0.05)
+        _same_tokens(llama, tokenizer)
+
+
+def test_smollm2_with_an_adapter_and_quantised(tmp_path: Path) -> None:
+    folder = smollm2_dir()
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), LoraConfig(r=8, target_modules=EVERYTHING)
+    )
+    randomise(model, std=0.06)
+    model.save_pretrained(tmp_path / "adapter")
+    ids = AutoTokenizer.from_pretrained(folder)("The history of Rome began when").input_ids
+    tokens, first = _greedy(model.eval(), ids, 16)
+    with model.disable_adapter():
+        _, untrained = _greedy(model, ids, 1)
+    for quant, tolerance in (("f16", 0.05), ("q8_0", 0.3), ("q4_0", 2.0)):
+        export_gguf(folder, tmp_path / f"{quant}.gguf", adapter=tmp_path / "adapter", quant=quant)
+        with LlamaCpp(tmp_path / f"{quant}.gguf") as llama:
+            got, best = llama.complete(ids, 16)
+        _assert_close(best[0], first, tolerance)
+        if quant == "f16":
+            assert got == tokens
+            assert max(abs(value - untrained[token].item()) for token, value in best[0].items()) > 0.2
+
+
+def _small_gpt_oss(folder: Path, packed: bool) -> Path:
+    tokenizer = AutoTokenizer.from_pretrained(gpt_oss_tokenizer_dir())
+    config = transformers.GptOssConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=201088,
+        layer_types=["sliding_attention", "full_attention"],
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "sinks" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, std=1.0 if "sinks" in name else 0.1)
+        elif "experts" in name or "lm_head" in name or "embed" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model = pack_experts(model) if packed else model
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("quant", ["f32", "bf16", "mxfp4"])
+def test_small_gpt_oss_with_its_own_tokenizer(tmp_path: Path, quant: str) -> None:
+    folder = _small_gpt_oss(tmp_path / "base", packed=True)
+    export_gguf(folder, tmp_path / "model.gguf", quant=quant)
+    merge(folder, [], tmp_path / "dense", dtype="fp32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("The quick brown fox jumps over the lazy dog, and then it sleeps for 12345 hours.").input_ids
+    assert len(ids) > 2 * 8  # beyond the window
+    tokens, first = _greedy(model, ids, 8)
+    with LlamaCpp(tmp_path / "model.gguf") as llama:
+        got, best = llama.complete(ids, 8)
+        _assert_close(best[0], first, 0.05)
+        assert got[0] == tokens[0]
+        _same_tokens(llama, tokenizer)
+
+
+def test_small_gpt_oss_with_an_adapter(tmp_path: Path) -> None:
+    folder = _small_gpt_oss(tmp_path / "base", packed=True)
+    model = train_packed(folder, tmp_path / "adapter", std=0.3)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("The quick brown fox jumps over the lazy dog").input_ids
+    with torch.no_grad():
+        first = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    export_gguf(folder, tmp_path / "f32.gguf", adapter=tmp_path / "adapter", quant="f32")
+    with LlamaCpp(tmp_path / "f32.gguf") as llama:
+        _assert_close(llama.complete(ids, 1)[1][0], first, 0.05)
+    report = export_gguf(folder, tmp_path / "mxfp4.gguf", adapter=tmp_path / "adapter", quant="mxfp4")
+    assert report.tensors["blk.1.ffn_down_exps.weight"] == "mxfp4"
+    merge(folder, tmp_path / "adapter", tmp_path / "packed", dtype="mxfp4")
+    merge(tmp_path / "packed", [], tmp_path / "unpacked", dtype="fp32")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "unpacked", dtype=torch.float32)
+    with torch.no_grad():
+        first = again(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    with LlamaCpp(tmp_path / "mxfp4.gguf") as llama:
+        _assert_close(llama.complete(ids, 1)[1][0], first, 0.05)
+
+
+_LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+_FAMILIES = [
+    ("llama", dict(attention_bias=True, num_key_value_heads=2)),
+    ("llama", dict(rope_parameters=_LLAMA3, max_position_embeddings=256, head_dim=32, num_key_value_heads=2)),
+    ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0), num_key_value_heads=4)),
+    ("mistral", dict(num_key_value_heads=2, sliding_window=None)),
+    ("qwen2", dict(num_key_value_heads=2, tie_word_embeddings=True)),
+    ("qwen3", dict(num_key_value_heads=2, head_dim=32)),
+    ("gemma", dict(num_key_value_heads=1, head_dim=32)),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), _FAMILIES)
+def test_families_give_transformers_logprobs(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir())
+    settings = dict(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(settings | options)))
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    model.eval().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    report = export_gguf(tmp_path / "model", tmp_path / "model.gguf", quant="f32")
+    assert report.notes == []
+    ids = tokenizer("A sentence that is long enough for positions to matter: " * 6).input_ids
+    assert len(ids) > 64
+    tokens, first = _greedy(model, ids, 4)
+    with LlamaCpp(tmp_path / "model.gguf") as llama:
+        got, best = llama.complete(ids, 4)
+    _assert_close(best[0], first, 0.02)
+    assert got == tokens

@@ -1,0 +1,382 @@
+"""What is written equals what was trained: against the live model, and against stock transformers on reload."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_gpt_oss, tiny_llama
+from merge_cases import (
+    ATTENTION,
+    logits,
+    randomise,
+    reload,
+    routing_gaps,
+    save_llama,
+    save_packed,
+    stored,
+    tensors,
+    train_llama,
+    train_packed,
+)
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
+from unsloth_plugins.core.export import merge, merge_model, record_base
+from unsloth_plugins.core.mxfp4 import decode, load_mxfp4
+
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(r=12, lora_alpha=7, use_rslora=True),
+        dict(rank_pattern={"experts.down_proj": 2}, alpha_pattern={"experts.gate_up_proj": 3, "q_proj": 5}),
+        dict(layers_to_transform=[1, 2]),
+        dict(target_modules=[*ATTENTION, "down_proj"]),
+        dict(target_modules=ATTENTION, target_parameters=PARAMETERS),
+    ],
+)
+def test_case_4_merged_equals_the_live_adapter(tmp_path: Path, options: dict[str, object]) -> None:
+    base = save_packed(tmp_path / "base")
+    model = train_packed(base, tmp_path / "adapter", **options)
+    want = logits(model)
+    assert (want - logits(load_mxfp4(base, dtype=torch.float32))).abs().max() > 0.05
+    merge(base, tmp_path / "adapter", tmp_path / "fp32", dtype="fp32")
+    exact = reload(tmp_path / "fp32")
+    gaps = routing_gaps(exact)
+    torch.testing.assert_close(logits(exact), want, rtol=1e-4, atol=1e-4)
+    merge(base, tmp_path / "adapter", tmp_path / "bf16")
+    wide, narrow = tensors(tmp_path / "fp32"), tensors(tmp_path / "bf16")
+    assert all(torch.equal(wide[name].bfloat16(), narrow[name]) for name in wide)
+    clear = torch.stack(gaps).amin(0) > 0.02  # a nearer choice of experts may fall otherwise after rounding
+    rounded = logits(reload(tmp_path / "bf16")).flatten(0, 1)
+    assert clear.float().mean() > 0.3
+    torch.testing.assert_close(rounded[clear], want.flatten(0, 1)[clear], rtol=2e-2, atol=2e-2)
+
+
+def test_case_4_every_target_moves_by_its_delta(tmp_path: Path) -> None:
+    base = save_packed(tmp_path / "base")
+    train_packed(base, tmp_path / "adapter", lora_alpha=24)
+    report = merge(base, tmp_path / "adapter", tmp_path / "out", dtype="fp32")
+    assert len(report.merged) == 4 * (4 + 2)
+    before, after, adapter = tensors(base), tensors(tmp_path / "out"), tensors(tmp_path / "adapter")
+    for name in report.merged:
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if name.endswith(".weight"):
+            a, b = (adapter[f"{stem}.lora_{part}.weight"] for part in "AB")
+            want, start = b @ a * 6, before[name]
+        else:
+            stem = stem.rpartition(".")[0] + (".base_layer" if name.endswith("gate_up_proj") else "")
+            a, b = (adapter[f"{stem}.lora_{part}.weight"] for part in "AB")
+            want = 6 * torch.einsum("ore,eri->eio", b.view(len(b), -1, 4), a.view(4, -1, a.shape[1]))
+            start = decode(before[f"{name}_blocks"], before[f"{name}_scales"]).transpose(-1, -2)
+        torch.testing.assert_close(after[name] - start, want, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def _edit(adapter: Path, change: object) -> None:
+    path = adapter / "adapter_model.safetensors"
+    content = load_file(path)
+    change(content)  # type: ignore[operator]
+    save_file(content, path)
+
+
+_Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+_EXPERTS = "base_model.model.model.layers.2.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop(_Q), "layers.1.self_attn.q_proj"),
+        (lambda t: (t.pop(_Q), t.pop(_Q.replace("_A", "_B"))), "layers.1.self_attn.q_proj"),
+        (lambda t: t.pop(f"{_EXPERTS}.lora_B.weight"), "layers.2.mlp.experts"),
+        (lambda t: t.update({f"{_EXPERTS}.gate_up_projs.0.lora_A.weight": t[_Q].clone()}), "gate_up_projs.0"),
+        (lambda t: t.update({"base_model.model.other.weight": t[_Q].clone()}), "other.weight"),
+        (
+            lambda t: [t.pop(f"{_EXPERTS}.base_layer.lora_{part}.weight") for part in "AB"],
+            r"layers.2.mlp.experts.lora_A.weight",
+        ),
+        (lambda t: t.update({_Q: t[_Q][:, :-1].clone()}), "layers.1.self_attn.q_proj"),
+        (
+            lambda t: t.update({f"{_EXPERTS}.lora_B.weight": t[f"{_EXPERTS}.lora_B.weight"][:, :-1].clone()}),
+            "of one rank",
+        ),
+    ],
+)
+def test_case_4_keys_without_use_and_misfits_are_named(tmp_path: Path, change: object, named: str) -> None:
+    base = save_packed(tmp_path / "base")
+    train_packed(base, tmp_path / "adapter")
+    _edit(tmp_path / "adapter", change)
+    with pytest.raises(ExportError, match=named):
+        merge(base, tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_case_7_shards_index_names_and_config(tmp_path: Path) -> None:
+    base = save_packed(tmp_path / "base")
+    train_packed(base, tmp_path / "adapter")
+    reference = tiny_gpt_oss().to(torch.bfloat16)
+    size = sum(t.numel() * 2 for t in reference.state_dict().values())
+    report = merge(base, tmp_path / "adapter", tmp_path / "out", max_shard_bytes=int(size / 2.2))
+    assert len(report.files) == 3
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    found = {name: (tensor, file) for name, tensor, file in stored(tmp_path / "out")}
+    assert index["weight_map"] == {name: file for name, (_, file) in found.items()}
+    assert index["metadata"]["total_size"] == size
+    wanted = {name: (t.shape, t.dtype) for name, t in reference.state_dict().items()}
+    assert {name: (t.shape, t.dtype) for name, (t, _) in found.items()} == wanted
+    config = (tmp_path / "out" / "config.json").read_text()
+    assert "quantization" not in config and json.loads(config)["dtype"] == "bfloat16"
+    assert reload(tmp_path / "out", "auto").dtype == torch.bfloat16
+
+
+def test_case_16_packed_again_only_where_merged(tmp_path: Path) -> None:
+    base = save_packed(tmp_path / "base")
+    targets = ["q_proj", "down_proj"]
+    model = train_packed(base, tmp_path / "adapter", std=0.4, layers_to_transform=[1, 2], target_modules=targets)
+    report = merge(base, tmp_path / "adapter", tmp_path / "out", dtype="mxfp4")
+    before, after = tensors(base), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    touched = {name for name in before if not torch.equal(before[name], after[name])}
+    experts = {f"model.layers.{n}.mlp.experts.down_proj_{part}" for n in (1, 2) for part in ("blocks", "scales")}
+    assert touched == experts | {f"model.layers.{n}.self_attn.q_proj.weight" for n in (1, 2)}
+    assert {name.replace("_blocks", "") for name in experts if "blocks" in name} == report.requantised.keys()
+    for error in report.requantised.values():
+        assert 0.01 < error.relative_error < 0.15 and error.error_over_change < 1
+    want, start = logits(model), logits(load_mxfp4(base, dtype=torch.float32))
+    got = logits(load_mxfp4(tmp_path / "out", dtype=torch.float32))
+    assert (got - want).norm() < 0.5 * (start - want).norm()
+    manifest = json.loads((tmp_path / "out" / "export_manifest.json").read_text())
+    assert manifest["requantised"].keys() == report.requantised.keys()
+    assert all(name in before for name in manifest["base_sha256"])
+
+
+def test_case_16_dense_base_can_be_packed(tmp_path: Path) -> None:
+    tiny_gpt_oss().save_pretrained(tmp_path / "base")
+    report = merge(tmp_path / "base", [], tmp_path / "out", dtype="mxfp4")
+    want, packed = tensors(save_packed(tmp_path / "packed")), tensors(tmp_path / "out")
+    assert want.keys() == packed.keys() and all(torch.equal(want[name], packed[name]) for name in want)
+    assert len(report.requantised) == 8 and report.merged == []
+    save_llama(tmp_path / "llama")
+    with pytest.raises(UnsupportedError, match="gpt_oss"):
+        merge(tmp_path / "llama", [], tmp_path / "none", dtype="mxfp4")
+
+
+def test_case_16_bitsandbytes_base_is_dequantised_as_in_training(tmp_path: Path) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
+    # bitsandbytes itself dequantises wrongly on a CPU where a row is no multiple of its block of 64
+    source = tensors(save_llama(tmp_path / "plain", intermediate_size=128))
+    (tmp_path / "base").mkdir()
+    for kind, nested in (("nf4", True), ("fp4", False)):
+        content, dense = {}, {}
+        for name, tensor in source.items():
+            if ".q_proj." not in name and ".down_proj." not in name:
+                content[name] = tensor
+                continue
+            packed, state = functional.quantize_4bit(tensor.bfloat16(), quant_type=kind, compress_statistics=nested)
+            dense[name] = functional.dequantize_4bit(packed, state)
+            content[name] = packed
+            content |= {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+        save_file(content, tmp_path / "base" / "model.safetensors")
+        config = json.loads((tmp_path / "plain" / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+        (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+        train_llama(tmp_path / "plain", tmp_path / kind, target_modules=["q_proj"])
+        merge(tmp_path / "base", tmp_path / kind, tmp_path / f"out-{kind}", allow_other_base=True)
+        adapter, got = tensors(tmp_path / kind), tensors(tmp_path / f"out-{kind}")
+        assert got.keys() == source.keys() and len(dense) == 4
+        for name, weight in dense.items():
+            if "q_proj" in name:
+                a, b = (adapter[f"base_model.model.{name.replace('weight', f'lora_{part}.weight')}"] for part in "AB")
+                weight = (weight.float() + b @ a * 2).bfloat16()
+            assert torch.equal(got[name], weight), name
+
+
+_TIED = [
+    (dict(modules_to_save=["embed_tokens"]), False),
+    (dict(modules_to_save=["embed_tokens", "lm_head"]), False),
+    (dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True), True),
+    (dict(target_modules=["q_proj", "embed_tokens"]), False),
+    (dict(target_modules=["q_proj", "embed_tokens", "lm_head"]), False),
+    (dict(target_modules=["q_proj", "embed_tokens"], ensure_weight_tying=True), True),
+    (dict(target_modules=["q_proj", "lm_head"]), False),
+    (dict(trainable_token_indices=[3, 77]), True),
+    (dict(bias="all"), True),
+]
+
+
+@pytest.mark.parametrize(("options", "stays"), _TIED)
+def test_case_22_tied_weights_stay_or_part(tmp_path: Path, options: dict[str, object], stays: bool) -> None:
+    base = save_llama(tmp_path / "base", tie_word_embeddings=True, attention_bias=True)
+    model = train_llama(base, tmp_path / "adapter", **options)
+    want = logits(model)
+    merge(base, tmp_path / "adapter", tmp_path / "out", dtype="fp32")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is stays and ("lm_head.weight" in tensors(tmp_path / "out")) is not stays
+    torch.testing.assert_close(logits(reload(tmp_path / "out")), want, rtol=1e-5, atol=1e-5)
+    merge_model(model, tmp_path / "live", dtype="fp32")
+    live, out = tensors(tmp_path / "live"), tensors(tmp_path / "out")
+    assert live.keys() == out.keys() and all(torch.equal(live[name], out[name]) for name in out)
+    assert torch.equal(logits(model), want)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("target", [["embed_tokens", "q_proj"], ["embed_tokens", "lm_head"]])
+def test_case_22_new_rows_are_kept(tmp_path: Path, tied: bool, target: list[str]) -> None:
+    base = save_llama(tmp_path / "base", tie_word_embeddings=tied)
+    loaded = AutoModelForCausalLM.from_pretrained(base)
+    loaded.resize_token_embeddings(168)
+    model = get_peft_model(loaded, LoraConfig(r=4, target_modules=target))
+    randomise(model)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    if not tied and "lm_head" not in target:  # PEFT leaves the resized head out of the file
+        with pytest.raises(ExportError, match="merge_model"):
+            merge(base, tmp_path / "adapter", tmp_path / "out", dtype="fp32")
+        merge_model(model, tmp_path / "out", dtype="fp32")
+    else:
+        merge(base, tmp_path / "adapter", tmp_path / "out", dtype="fp32")
+    again = reload(tmp_path / "out")
+    assert again.config.vocab_size == 168 and again.get_output_embeddings().weight.shape[0] == 168
+    torch.testing.assert_close(logits(again), logits(model.eval()), rtol=1e-5, atol=1e-5)
+
+
+def test_modules_to_save_and_the_trained_router(tmp_path: Path) -> None:
+    base = save_packed(tmp_path / "base")
+    model = train_packed(base, tmp_path / "adapter", modules_to_save=["lm_head", "norm"])
+    merge(base, tmp_path / "adapter", tmp_path / "out", dtype="fp32")
+    torch.testing.assert_close(logits(reload(tmp_path / "out")), logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_several_adapters_with_weights(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    for name, options in (("one", dict(r=4)), ("two", dict(r=2, lora_alpha=5, target_modules=["q_proj", "up_proj"]))):
+        model = train_llama(base, tmp_path / name, **options)
+        randomise(model, seed=len(name) + options["r"])
+        model.save_pretrained(tmp_path / name)
+    merge(base, {str(tmp_path / "one"): 0.5, str(tmp_path / "two"): -1.0}, tmp_path / "out", dtype="fp32")
+    merge(base, tmp_path / "one", tmp_path / "first", dtype="fp32")
+    merge(base, [tmp_path / "two"], tmp_path / "second", dtype="fp32")
+    start, first, second, both = (tensors(tmp_path / name) for name in ("base", "first", "second", "out"))
+    for name in both:
+        want = start[name] + 0.5 * (first[name] - start[name]) - (second[name] - start[name])
+        torch.testing.assert_close(both[name], want, rtol=1e-5, atol=1e-6)
+    train_llama(base, tmp_path / "saved", modules_to_save=["lm_head"])
+    with pytest.raises(ConfigError, match="lm_head.weight with weight 0.5"):
+        merge(base, {str(tmp_path / "saved"): 0.5}, tmp_path / "none")
+    with pytest.raises(ConfigError, match="from two adapters"):
+        merge(base, [tmp_path / "saved", tmp_path / "saved"], tmp_path / "none")
+
+
+def test_live_model_and_the_record_of_its_base(tmp_path: Path) -> None:
+    base = save_packed(tmp_path / "base")
+    model = train_packed(base, tmp_path / "adapter")
+    report = merge_model(model, tmp_path / "live", dtype="fp32", adapter_output=tmp_path / "kept")
+    torch.testing.assert_close(logits(reload(tmp_path / "live")), logits(model), rtol=1e-4, atol=1e-4)
+    merge(base, tmp_path / "kept", tmp_path / "again", dtype="fp32")
+    live, again = tensors(tmp_path / "live"), tensors(tmp_path / "again")
+    assert len(report.merged) == 24 and all(torch.equal(live[name], again[name]) for name in again)
+    other = save_packed(tmp_path / "other", seed=5)
+    with pytest.raises(ExportError, match="fingerprint"):
+        merge(other, tmp_path / "kept", tmp_path / "none")
+    with pytest.raises(ConfigError, match="PEFT model"):
+        merge_model(tiny_llama(), tmp_path / "none")
+
+
+def test_another_base_is_refused_by_name_unless_allowed(tmp_path: Path) -> None:
+    base, other = (save_llama(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1)))
+    copy = save_llama(tmp_path / "copy")
+    train_llama(base, tmp_path / "adapter")
+    with pytest.raises(ExportError, match="--allow-other-base"):
+        merge(other, tmp_path / "adapter", tmp_path / "out")
+    report = merge(other, tmp_path / "adapter", tmp_path / "out", allow_other_base=True)
+    assert "another base" in report.notes[0]
+    merge(copy, tmp_path / "adapter", tmp_path / "same")  # equal weights in another folder
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    for name, fits in (("org/base", True), ("org/another", False)):
+        config["base_model_name_or_path"] = name
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+        if fits:
+            merge(base, tmp_path / "adapter", tmp_path / "by-name")
+        else:
+            with pytest.raises(ExportError, match="by the name 'org/another'"):
+                merge(base, tmp_path / "adapter", tmp_path / "none")
+    record_base(tmp_path / "adapter", base)
+    merge(copy, tmp_path / "adapter", tmp_path / "recorded")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (dict(use_dora=True), "use_dora"),
+        (dict(peft_type="LOHA"), "peft_type"),
+        (dict(init_lora_weights="pissa_niter_4"), "pissa"),
+    ],
+)
+def test_other_maths_is_refused(tmp_path: Path, change: dict[str, object], named: str) -> None:
+    base = save_llama(tmp_path / "base")
+    train_llama(base, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UnsupportedError, match=named):
+        merge(base, tmp_path / "adapter", tmp_path / "out")
+
+
+def test_side_files_come_along_and_the_adapters_tokenizer_wins(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    for name in ("LICENSE", "README.md", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (base / name).write_text(f"base {name}")
+    (base / "pytorch_model.bin").write_text("weights")
+    train_llama(base, tmp_path / "adapter")
+    merge(base, tmp_path / "adapter", tmp_path / "out")
+    copied = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"LICENSE", "README.md", "tokenizer.json", "generation_config.json"} <= copied
+    assert (tmp_path / "out" / "README.md").read_text() == "base README.md" and "pytorch_model.bin" not in copied
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "adapter" / name).write_text(f"adapter {name}")
+    merge(base, tmp_path / "adapter", tmp_path / "second")
+    assert (tmp_path / "second" / "tokenizer.json").read_text() == "adapter tokenizer.json"
+    assert not (tmp_path / "second" / "special_tokens_map.json").exists()  # the two sets are not mixed
+
+
+def test_float16_does_not_overflow_silently(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    content = tensors(base)
+    content["model.norm.weight"][3] = 1e5
+    save_file(content, base / "model.safetensors")
+    train_llama(base, tmp_path / "adapter")
+    with pytest.raises(ExportError, match="model.norm.weight"):
+        merge(base, tmp_path / "adapter", tmp_path / "out", dtype="fp16")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    with pytest.raises(ConfigError, match="'int3'"):
+        merge(base, tmp_path / "adapter", tmp_path / "out", dtype="int3")
+
+
+def test_everything_is_a_target_by_regular_expression(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    model = train_llama(base, tmp_path / "adapter", target_modules=r".*\.layers\.\d\..*_proj")
+    merge(base, tmp_path / "adapter", tmp_path / "out", dtype="fp32")
+    torch.testing.assert_close(logits(reload(tmp_path / "out")), logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_a_merge_loads_neither_transformers_nor_peft(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    train_llama(base, tmp_path / "adapter")
+    code = (
+        "import sys; from unsloth_plugins.core.export import merge; merge(*sys.argv[1:]);"
+        "assert not {'transformers', 'peft'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(base), str(tmp_path / "adapter"), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

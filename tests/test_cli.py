@@ -1,0 +1,71 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from merge_cases import logits, reload, save_llama, save_packed, small_tokenizer, train_llama, train_packed
+from typer.testing import CliRunner
+
+from unsloth_plugins.cli import app
+
+
+def run(*arguments: object, status: int = 0) -> Any:
+    """The result of one command."""
+    done = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert done.exit_code == status, done.output
+    return done
+
+
+@pytest.mark.parametrize("command", ["merge", "export"])
+def test_help_shows_examples(command: str) -> None:
+    assert f"unsloth-plugins {command} " in run(command, "--help").output.replace("│", "")
+    assert command in run("--help").output
+
+
+def test_merge_writes_what_the_function_writes(tmp_path: Path) -> None:
+    base = save_packed(tmp_path / "base")
+    model = train_packed(base, tmp_path / "adapter")
+    done = run("merge", base, tmp_path / "out", "-a", tmp_path / "adapter", "--dtype", "fp32")
+    assert done.stdout == f"{tmp_path / 'out'}\n" and "24 tensors merged" in done.stderr
+    assert (logits(reload(tmp_path / "out")) - logits(model)).abs().max() < 1e-4
+    done = run("merge", base, tmp_path / "packed", "-a", f"{tmp_path / 'adapter'}=0.5", "--dtype", "mxfp4", "--json")
+    report = json.loads(done.stdout)
+    assert len(report["requantised"]) == 8 and report["output"] == str(tmp_path / "packed") and not done.stderr
+
+
+def test_errors_are_one_message_and_status_1(tmp_path: Path) -> None:
+    base, other = save_llama(tmp_path / "base"), save_llama(tmp_path / "other", seed=1)
+    train_llama(base, tmp_path / "adapter")
+    done = run("merge", other, tmp_path / "out", "-a", tmp_path / "adapter", status=1)
+    assert "ExportError" in done.stderr and "Traceback" not in done.output and not done.stdout
+    done = run("merge", other, tmp_path / "out", "-a", tmp_path / "adapter", "--json", status=1)
+    assert json.loads(done.stdout)["error"] == "ExportError"
+    run("merge", base, tmp_path / "out", "-a", f"{tmp_path / 'adapter'}=much", status=2)
+    run("merge", other, tmp_path / "out", "-a", tmp_path / "adapter", "--allow-other-base")
+
+
+def test_export_writes_a_gguf(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    small_tokenizer().save_pretrained(base)
+    train_llama(base, tmp_path / "adapter")
+    done = run("export", base, tmp_path / "m.gguf", "-a", tmp_path / "adapter", "--quant", "q8_0", "--json")
+    assert json.loads(done.stdout)["tensors"]["blk.0.attn_q.weight"] == "q8_0"
+    assert (tmp_path / "m.gguf").read_bytes()[:4] == b"GGUF"
+    done = run("export", base, tmp_path / "k.gguf", "--quant", "q4_k_m", status=1)
+    assert "llama-quantize" in done.stderr.replace("\n", " ")
+
+
+def test_module_runs_and_importing_the_package_needs_no_typer() -> None:
+    done = subprocess.run([sys.executable, "-m", "unsloth_plugins", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "merge" in done.stdout
+    code = (
+        "import sys; sys.modules['typer'] = None; sys.argv = ['x']; from unsloth_plugins.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "unsloth-plugins[cli]" in done.stderr
