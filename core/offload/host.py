@@ -44,7 +44,7 @@ class HostStore:
         if tensor.layout != torch.strided or tensor.numel() * tensor.element_size() < max(self.min_bytes, 1):
             return tensor
         if self.offload == "auto" and tensor.is_cuda and memory_in_use(tensor.device) < _PLENTY:
-            return tensor
+            return HostCopy(self, tensor, copy=False, counted=False)
         on_accelerator = is_accelerator(tensor.device)
         if not on_accelerator and (tensor.device.type == "meta"):
             return tensor
@@ -79,16 +79,16 @@ class HostStore:
 
 
 class HostCopy:
-    """One saved tensor in host memory; gives its bytes back to the account when it is freed."""
+    """One saved tensor, in host memory where it was copied; gives its bytes back to the account when it is freed."""
 
     __slots__ = ("_device", "_host", "_n_bytes", "_store", "_version")
 
-    def __init__(self, store: HostStore, tensor: torch.Tensor, *, copy: bool) -> None:
+    def __init__(self, store: HostStore, tensor: torch.Tensor, *, copy: bool, counted: bool = True) -> None:
         self._n_bytes = 0  # __del__ must work when the copy below fails
         self._store, self._device = store, tensor.device
         self._host = store._to_host(tensor) if copy else tensor
         self._version = None if copy or tensor.is_inference() else tensor._version
-        self._n_bytes = tensor.numel() * tensor.element_size()
+        self._n_bytes = tensor.numel() * tensor.element_size() if counted else 0
         store._add(self._n_bytes)
 
     def restore(self) -> torch.Tensor:
