@@ -182,6 +182,54 @@ def export(
     _finish(report.output, report.bytes_needed, report.notes, f"{len(report.tensors)} tensors")
 
 
+@app.command()
+def tokenizer(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a model with its tokenizer.")],
+    repair: Annotated[
+        Path | None, typer.Option(help="Write the repaired tokenizer and configs to this new folder.")
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="For a tokenizer without one: chatml, harmony, or the template's text.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what a repair would do, and write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Find faults that ruin a fine-tune silently: padding that hides the end, wrong end tokens, double BOS, and more.
+
+    Without `--repair` nothing is written. The exit status is 1 while faults are left.
+
+    **Examples**
+
+    `unsloth-plugins tokenizer my-model`
+
+    `unsloth-plugins tokenizer my-model --repair my-model-tokenizer --chat-template chatml`
+
+    `unsloth-plugins tokenizer my-model --dry-run --json`
+    """
+    from unsloth_plugins.core.tokenizer.folder import check_folder, repair_folder
+
+    if chat_template and not (repair or dry_run):
+        raise typer.BadParameter("--chat-template needs --repair or --dry-run.")
+    with _errors(as_json):
+        if repair or dry_run:
+            report = repair_folder(model, repair, chat_template=chat_template, dry_run=dry_run)
+            done, left = report.done, report.left
+        else:
+            done, left = [], check_folder(model)
+    if as_json:
+        _print_json({"done": done, "left": [asdict(finding) for finding in left]})
+    else:
+        verb = "would repair" if dry_run else "repaired"
+        for entry in done:
+            print(f"{verb}  {entry}")
+        for finding in left:
+            print(f"found  {finding.code}: {finding.message}" + (f" [repair: {finding.repair}]" * bool(finding.repair)))
+        if not done and not left:
+            print("no faults found")
+    if left or (done and dry_run):
+        raise typer.Exit(1)
+
+
 def _finish(output: Path, needed: int, notes: list[str], what: str) -> None:
     for note in notes:
         _err.print(f"- {note}", markup=False, highlight=False)

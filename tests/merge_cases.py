@@ -50,7 +50,16 @@ def small_tokenizer(size: int = 150, **options: Any) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     special = ["<pad>", "</s>", "<s>"]
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False)
-    backend.train_from_iterator(["the quick brown fox jumps over the lazy dog 0123456789"] * 5, trainer)
+    words = [
+        f"{a}{b}{c}"
+        for a in ("th", "qu", "br", "f", "l")
+        for b in ("e", "i", "o", "u")
+        for c in ("ck", "wn", "x", "zy")
+    ]
+    backend.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog 0123456789", " ".join(words)] * 5, trainer
+    )
+    assert backend.get_vocab_size() == size
     names = dict(pad_token="<pad>", eos_token="</s>", bos_token="<s>")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **(names | options))
     tokenizer.add_tokens(["<extra>"])

@@ -22,7 +22,7 @@ def run(*arguments: object, status: int = 0) -> Any:
     return done
 
 
-@pytest.mark.parametrize("command", ["merge", "export"])
+@pytest.mark.parametrize("command", ["merge", "export", "tokenizer"])
 def test_help_shows_examples(command: str) -> None:
     assert f"unsloth-plugins {command} " in run(command, "--help").output.replace("│", "")
     assert command in run("--help").output
@@ -59,6 +59,25 @@ def test_export_writes_a_gguf(tmp_path: Path) -> None:
     assert (tmp_path / "m.gguf").read_bytes()[:4] == b"GGUF"
     done = run("export", base, tmp_path / "k.gguf", "--quant", "q4_k_m", status=1)
     assert "llama-quantize" in done.stderr.replace("\n", " ")
+
+
+def test_tokenizer_checks_and_repairs(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", eos_token_id=1)
+    broken = small_tokenizer(pad_token="</s>")
+    broken.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|reserved_0|>"]})
+    broken.save_pretrained(base)
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in base.iterdir())
+    done = run("tokenizer", base, status=1)
+    assert "found  pad-is-eos" in done.stdout and "found  chat-template-missing" in done.stdout
+    plan = run("tokenizer", base, "--dry-run", "--chat-template", "chatml", "--json", status=1)
+    assert len(json.loads(plan.stdout)["done"]) == 2 and json.loads(plan.stdout)["left"] == []
+    done = run("tokenizer", base, "--repair", tmp_path / "out", "--chat-template", "chatml", "--json")
+    assert json.loads(done.stdout) == json.loads(plan.stdout)
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in base.iterdir()) == before
+    stops = json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
+    assert stops == [broken.convert_tokens_to_ids("<|im_end|>"), 1]
+    assert "no faults found" in run("tokenizer", tmp_path / "out").stdout
+    run("tokenizer", base, "--chat-template", "chatml", status=2)
 
 
 def test_module_runs_and_importing_the_package_needs_no_typer() -> None:

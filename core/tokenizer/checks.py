@@ -1,0 +1,227 @@
+"""What can be wrong with a tokenizer, found without changing it.
+
+A model is asked only for the number of rows of its embedding and for the ids at which it stops.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unsloth_plugins.core.errors import ConfigError
+
+PROBES: tuple[str, ...] = (
+    "",
+    " ",
+    "  ",
+    "   leading",
+    "trailing   ",
+    "a  b   c    d",
+    "\n",
+    "\n\n\n",
+    " \n \n",
+    "line\nline\r\nline\ttab",
+    "It's we'll I'D",
+    "1234567 3.14 1,000",
+    "def f(x):\n    return x ** 2\n",
+    "你好，世界",
+    "日本語のテキスト",
+    "안녕하세요",
+    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈",
+    "naïve café Ελληνικά русский עברית العربية",
+    "e\u0301 \u00a0 \u200b \ufeff",
+    "!!!???...",
+    "<a href='x'>&amp;</a>",
+)
+"""Texts on which tokenizers that should be equal tend to differ: spaces, newlines, scripts, emoji, nothing at all."""
+
+_QUESTION, _ANSWER = "a question", "an answer"
+CHAT = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault.
+
+    Attributes:
+        code: a short fixed name, such as "pad-is-eos".
+        message: what was found and what it does to training or use.
+        repair: what ``repair_tokenizer`` does about it, or ``None`` where that is up to the user.
+        token: the one that it is about, where it is about one.
+    """
+
+    code: str
+    message: str
+    repair: str | None = None
+    token: str | None = None
+
+
+def rows_of(model_or_config: Any) -> int:
+    """Rows of the input embedding: of a model, by its config, or the number itself.
+
+    Raises:
+        ConfigError: none of these.
+    """
+    if isinstance(model_or_config, int):
+        return model_or_config
+    if hasattr(model_or_config, "get_input_embeddings"):
+        return int(model_or_config.get_input_embeddings().weight.shape[0])
+    config = getattr(model_or_config, "text_config", None) or model_or_config
+    if isinstance(getattr(config, "vocab_size", None), int):
+        return int(config.vocab_size)
+    raise ConfigError(
+        expected="a model, its config, or the number of rows of its embedding",
+        got=type(model_or_config).__name__,
+        remedy="Pass what from_pretrained returned.",
+    )
+
+
+def _ids(value: Any) -> set[int]:
+    return set() if value is None else {value} if isinstance(value, int) else set(value)
+
+
+def stops_of(model_or_config: Any) -> set[int]:
+    """The ids at which the model stops, by its generation config or else its config; empty if nobody says."""
+    generation = getattr(model_or_config, "generation_config", None)
+    config = getattr(model_or_config, "config", model_or_config)
+    return _ids(getattr(generation, "eos_token_id", None)) or _ids(getattr(config, "eos_token_id", None))
+
+
+def render(tokenizer: Any, chat: Sequence[Any] = CHAT, **options: Any) -> str | None:
+    """The chat as text, or ``None`` without a template."""
+    if not tokenizer.chat_template:
+        return None
+    return str(tokenizer.apply_chat_template(list(chat), tokenize=False, **options))
+
+
+def end_of_turn(tokenizer: Any) -> str | None:
+    """The token that the chat template writes right after an assistant's answer."""
+    text = render(tokenizer)
+    if text is None or _ANSWER not in text:
+        return None
+    rest = text[text.rindex(_ANSWER) + len(_ANSWER) :].lstrip()
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    fitting = [token for token in added if rest.startswith(token)]
+    return max(fitting, key=len) if fitting else None
+
+
+def has_markers(tokenizer: Any) -> bool:
+    """Whether the chat template says which parts the assistant generates."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
+
+
+def check_tokenizer(model_or_config: Any, tokenizer: Any) -> list[Finding]:
+    """All faults of a tokenizer for this model; nothing is changed.
+
+    Args:
+        model_or_config: the model, its config, or the number of rows of its embedding.
+        tokenizer: of transformers.
+
+    Returns:
+        Findings, the most harmful kinds first. Empty when all is well.
+    """
+    rows = rows_of(model_or_config)
+    findings = [*_outside(rows, tokenizer), *_end(model_or_config, tokenizer), *_pad(tokenizer)]
+    findings += [*_bos(tokenizer), *_splitting(tokenizer), *_template(tokenizer)]
+    return [*findings, *_untrained(model_or_config, tokenizer)]
+
+
+def _outside(rows: int, tokenizer: Any) -> list[Finding]:
+    outside = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
+    if not outside:
+        return []
+    shown = ", ".join(f"{token!r} = {number}" for number, token in outside[:3])
+    message = f"{len(outside)} tokens have ids beyond the {rows} rows of the embedding: {shown}"
+    return [Finding("ids-outside-embedding", message, "grow the embedding (needs the model)")]
+
+
+def _end(model_or_config: Any, tokenizer: Any) -> list[Finding]:
+    found = []
+    end, eos = end_of_turn(tokenizer), tokenizer.eos_token
+    stops = stops_of(model_or_config)
+    number = tokenizer.convert_tokens_to_ids(end) if end else None
+    if end and end != eos and number not in stops:
+        message = f"the chat template ends an answer with {end!r}, but the end token is {eos!r}: answers never stop"
+        found.append(Finding("eos-is-not-end-of-turn", message, f"make {end!r} the end token"))
+    elif eos is None:
+        found.append(Finding("eos-missing", "there is no end token: answers never stop"))
+    expected = number if number is not None else tokenizer.eos_token_id
+    if stops and expected is not None and expected not in stops:
+        message = f"the model stops at {sorted(stops)}, not at the end token's id {expected}"
+        found.append(Finding("model-stops-elsewhere", message, f"let the model stop at {expected} as well"))
+    return found
+
+
+def _pad(tokenizer: Any) -> list[Finding]:
+    if tokenizer.pad_token_id is None:
+        return [Finding("pad-missing", "there is no padding token", "use a spare token")]
+    if tokenizer.pad_token_id == tokenizer.eos_token_id or tokenizer.pad_token == end_of_turn(tokenizer):
+        message = f"padding and end are both {tokenizer.pad_token!r}: collators hide the end from training"
+        return [Finding("pad-is-eos", message, "use a spare token for padding")]
+    return []
+
+
+def _bos(tokenizer: Any) -> list[Finding]:
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return []
+    if tokenizer("a").input_ids[:2] == [bos, bos]:
+        return [Finding("double-bos", "every text starts with two BOS tokens", "add one only")]
+    text = render(tokenizer)
+    if text is not None and tokenizer(text).input_ids[:2] == [bos, bos]:
+        message = (
+            "the chat template writes BOS and the tokenizer adds another: encode rendered chats with "
+            "add_special_tokens=False, or let apply_chat_template encode them"
+        )
+        return [Finding("double-bos-in-chats", message)]
+    return []
+
+
+def _splitting(tokenizer: Any) -> list[Finding]:
+    found = []
+    named = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, end_of_turn(tokenizer)} - {None}
+    for token in sorted(named):
+        number = tokenizer.convert_tokens_to_ids(token)
+        got = tokenizer(f"a{token}b", add_special_tokens=False).input_ids
+        if number not in got:
+            message = f"{token!r} inside a text is not read as one token (id {number}): its flags are wrong"
+            found.append(Finding("special-token-splits", message, f"mark {token!r} as special", token))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        content = json.loads(backend.to_str())
+        if content["model"].get("byte_fallback") and "ByteLevel" in json.dumps(content["pre_tokenizer"]):
+            message = "byte_fallback is on in a byte-level tokenizer: converters take it for SentencePiece"
+            found.append(Finding("byte-fallback", message, "switch it off"))
+    return found
+
+
+def _template(tokenizer: Any) -> list[Finding]:
+    if not tokenizer.chat_template:
+        return [Finding("chat-template-missing", "there is no chat template; pass one to repair_tokenizer")]
+    if not isinstance(tokenizer.chat_template, str):
+        return []
+    if has_markers(tokenizer):
+        return []
+    message = "the chat template has no {% generation %} markers: the mask of assistant tokens is empty"
+    return [Finding("generation-markers-missing", message, "add them where the rendered text stays equal")]
+
+
+def untrained_ids(model_or_config: Any, tokenizer: Any) -> list[int]:
+    """Ids of added tokens whose embedding is zero."""
+    if not hasattr(model_or_config, "get_input_embeddings"):
+        return []
+    weight = model_or_config.get_input_embeddings().weight
+    added = [number for number in tokenizer.added_tokens_decoder if number < len(weight)]
+    skipped = getattr(model_or_config.get_input_embeddings(), "padding_idx", None)
+    return [number for number in added if number not in (skipped, tokenizer.pad_token_id) and not weight[number].any()]
+
+
+def _untrained(model_or_config: Any, tokenizer: Any) -> list[Finding]:
+    ids = untrained_ids(model_or_config, tokenizer)
+    if not ids:
+        return []
+    message = f"the embedding of {len(ids)} added tokens is zero: {ids[:5]}"
+    return [Finding("zero-embedding", message, "start them at the mean of the others")]

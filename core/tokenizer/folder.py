@@ -1,0 +1,67 @@
+"""Check and repair the tokenizer of a model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from unsloth_plugins.core.errors import ExportError
+from unsloth_plugins.core.export.base import open_base, resolve_folder
+from unsloth_plugins.core.export.folder import appearing
+from unsloth_plugins.core.export.gguf_vocab import load_tokenizer
+from unsloth_plugins.core.tokenizer.checks import Finding, check_tokenizer
+from unsloth_plugins.core.tokenizer.repair import RepairReport, repair_tokenizer
+
+
+def _load(model: str | Path) -> tuple[Any, Any]:
+    """What stands for the model (rows of the embedding by the weights' headers where they are there), and tokenizer."""
+    from transformers import AutoConfig, GenerationConfig
+
+    folder = resolve_folder(model)
+    config = AutoConfig.from_pretrained(folder)
+    has_generation = (folder / "generation_config.json").is_file()
+    rows = (getattr(config, "text_config", None) or config).vocab_size
+    if any(folder.glob("*.safetensors")):
+        base = open_base(folder)
+        rows = base.infos[base.embedding].shape[0] if base.embedding else rows
+    generation = GenerationConfig.from_pretrained(folder) if has_generation else None
+    stand_in = SimpleNamespace(vocab_size=rows, config=config, generation_config=generation)
+    return stand_in, load_tokenizer(folder)
+
+
+def check_folder(model: str | Path) -> list[Finding]:
+    """``check_tokenizer`` for a folder or hub id; the weights are not loaded.
+
+    Raises:
+        ExportError: no model or no tokenizer there.
+    """
+    return check_tokenizer(*_load(model))
+
+
+def repair_folder(
+    model: str | Path, output: str | Path | None, *, chat_template: str | None = None, dry_run: bool = False
+) -> RepairReport:
+    """``repair_tokenizer`` for a folder or hub id; tokenizer, config and generation config go to a new folder.
+
+    Args:
+        model: folder or hub id; left as it is. Its embedding can't be grown here.
+        output: must not exist. Not needed for a dry run.
+        chat_template, dry_run: see ``repair_tokenizer``.
+
+    Raises:
+        ExportError: no model or no tokenizer there, or ``output`` exists or is missing.
+        ConfigError: see ``repair_tokenizer``.
+    """
+    stand_in, tokenizer = _load(model)
+    if dry_run:
+        return repair_tokenizer(stand_in, tokenizer, chat_template=chat_template, dry_run=True)
+    if output is None:
+        raise ExportError(expected="a folder to write to", got="none", remedy="Name one, or make a dry run.")
+    with appearing(Path(output)) as place:
+        report = repair_tokenizer(stand_in, tokenizer, chat_template=chat_template)
+        tokenizer.save_pretrained(place)
+        stand_in.config.save_pretrained(place)
+        if stand_in.generation_config is not None:
+            stand_in.generation_config.save_pretrained(place)
+    return report

@@ -1,0 +1,110 @@
+"""A slow tokenizer and the fast one made from it: which of them may be used."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unsloth_plugins.core.tokenizer.checks import PROBES
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which tokenizer to use.
+
+    Attributes:
+        tokenizer: equal to the slow one on every probe; the slow one itself where no fast one is.
+        how: in words.
+        failing: probes on which the given fast tokenizer differs.
+    """
+
+    tokenizer: Any
+    how: str
+    failing: tuple[str, ...]
+
+
+def probes_for(tokenizer: Any, probes: Sequence[str] = PROBES) -> list[str]:
+    """The probes, and the tokenizer's special tokens alone, inside words, between spaces and in a row."""
+    out = list(probes)
+    added = [str(token.content) for token in tokenizer.added_tokens_decoder.values()]
+    for token in sorted({*added, *tokenizer.all_special_tokens}):
+        out += [token, f"a{token}b", f"a {token} b", f"{token}{token}", f"\n{token}\n", f"  {token}  x"]
+    return out
+
+
+def differing(one: Any, other: Any, probes: Iterable[str]) -> list[str]:
+    """Probes for which ids or the decoded text are not equal."""
+    out = []
+    for text in probes:
+        ids = one(text).input_ids
+        if ids != other(text).input_ids or one.decode(ids) != other.decode(ids):
+            out.append(text)
+    return out
+
+
+def choose_tokenizer(slow: Any, fast: Any, probes: Sequence[str] = PROBES) -> Choice:
+    """The fast tokenizer if it equals the slow one on all probes, if need be with the slow one's token flags.
+
+    Args:
+        slow: the one that defines what is right.
+        fast: made from it. Left as it is; a repaired one is a copy.
+        probes: texts to compare on; special tokens in several surroundings are added.
+
+    Returns:
+        The choice, which is also logged where it is not ``fast`` itself.
+    """
+    texts = probes_for(slow, probes)
+    failing = tuple(differing(slow, fast, texts))
+    if not failing:
+        return Choice(fast, "the fast tokenizer equals the slow one", ())
+    attempts: tuple[tuple[str, Callable[[], Any]], ...] = (
+        ("the fast tokenizer with the slow one's token flags", lambda: _with_flags(slow, fast)),
+        ("a fast tokenizer converted anew from the slow one", lambda: _converted(slow)),
+    )
+    for how, attempt in attempts:
+        candidate = attempt()
+        if candidate is not None and not differing(slow, candidate, texts):
+            _log.warning("Use %s: the given one differs on %d texts, such as %r.", how, len(failing), failing[0])
+            return Choice(candidate, how, failing)
+    _log.warning("Keep the slow tokenizer: the fast one differs on %d texts, such as %r.", len(failing), failing[0])
+    return Choice(slow, "the slow tokenizer, because no fast one equals it", failing)
+
+
+def _with_flags(slow: Any, fast: Any) -> Any | None:
+    """A copy of the fast tokenizer whose added tokens are those of the slow one, flags included."""
+    if getattr(fast, "backend_tokenizer", None) is None:
+        return None
+    out = copy.deepcopy(fast)
+    set_added_tokens(out, slow.added_tokens_decoder)
+    return out
+
+
+def set_added_tokens(fast: Any, added: Mapping[int, Any]) -> None:
+    """Replace a fast tokenizer's added tokens, in place: by id, with all their flags.
+
+    The tokenizers library keeps the flags of a token that it knows when it is added again.
+    """
+    content = json.loads(fast.backend_tokenizer.to_str())
+    flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    content["added_tokens"] = [
+        {"id": number} | {flag: getattr(token, flag) for flag in flags} for number, token in sorted(added.items())
+    ]
+    fast._tokenizer = type(fast.backend_tokenizer).from_str(json.dumps(content))
+
+
+def _converted(slow: Any) -> Any | None:
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import convert_slow_tokenizer
+
+    try:
+        backend = convert_slow_tokenizer(slow)
+    except (ValueError, AttributeError, ImportError):
+        return None  # transformers has no converter for this class; the caller keeps the slow one and says so
+    names = {name: str(token) for name, token in slow.special_tokens_map.items() if isinstance(token, str)}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)

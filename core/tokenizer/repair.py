@@ -1,0 +1,276 @@
+"""Repairs of a tokenizer: each one is reported, none is made twice, and a dry run makes none."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+
+from unsloth_plugins.core.errors import ConfigError
+from unsloth_plugins.core.tokenizer.checks import (
+    CHAT,
+    Finding,
+    check_tokenizer,
+    end_of_turn,
+    render,
+    rows_of,
+    untrained_ids,
+)
+from unsloth_plugins.core.tokenizer.labels import assistant_labels
+from unsloth_plugins.core.tokenizer.pairs import set_added_tokens
+from unsloth_plugins.core.tokenizer.templates import KNOWN, with_markers
+
+_log = logging.getLogger(__name__)
+_PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>", "<|vision_pad|>", "<|endoftext|>")
+_SPARE = re.compile(r"reserved|unused|<SPECIAL_\d+>|extra_id|dummy|placeholder", re.IGNORECASE)
+_NEW_PAD = "<|pad|>"
+_CHATS = (
+    CHAT,
+    (*CHAT, *CHAT),
+    ({"role": "system", "content": "be brief"}, *CHAT, {"role": "user", "content": "  more? "}),
+)
+
+
+@dataclass
+class RepairReport:
+    """What a repair did, or would do.
+
+    Attributes:
+        dry_run: whether nothing was changed.
+        done: one sentence for each change.
+        left: findings that are up to the user.
+    """
+
+    dry_run: bool
+    done: list[str] = field(default_factory=list)
+    left: list[Finding] = field(default_factory=list)
+
+
+def repair_tokenizer(
+    model_or_config: Any, tokenizer: Any, *, chat_template: str | None = None, dry_run: bool = False
+) -> RepairReport:
+    """Repair in place what ``check_tokenizer`` finds. A second call changes nothing; the padding side is left alone.
+
+    Args:
+        model_or_config: as for ``check_tokenizer``. Its end and padding ids follow the tokenizer's. Only a model can
+            have its embedding grown.
+        tokenizer: of transformers.
+        chat_template: "chatml", "harmony" (both with generation markers) or a template's text, for a tokenizer that
+            has none.
+        dry_run: work on copies and change nothing. The embedding is not copied: its repairs are only named.
+
+    Returns:
+        The report; every change is logged as a warning too.
+
+    Raises:
+        ConfigError: the vocabulary lacks the tokens of the chat template that was asked for.
+    """
+    model = model_or_config
+    report = RepairReport(dry_run)
+    if dry_run:
+        tokenizer = copy.deepcopy(tokenizer)
+        model = _Copied(model_or_config)
+    tried: set[tuple[str, str]] = set()
+    repaired: set[tuple[str, str]] = set()
+    while waiting := [each for each in _order(check_tokenizer(model, tokenizer)) if _key(each) not in tried]:
+        finding = waiting[0]  # one at a time: a repair may bring or settle others
+        tried.add(_key(finding))
+        if change := _change(finding, model, tokenizer, chat_template):
+            report.done.append(f"{finding.code}: {change}")
+            repaired.add(_key(finding))
+    report.left = [each for each in check_tokenizer(model, tokenizer) if _key(each) not in repaired]
+    for entry in report.done:
+        _log.warning("%s%s", "Would repair " if dry_run else "Repaired ", entry)
+    return report
+
+
+class _Copied:
+    """Stands for a model in a dry run: copies of its configs, and one number for each row of its embedding."""
+
+    def __init__(self, model: Any) -> None:
+        self.config = copy.deepcopy(getattr(model, "config", model))
+        self.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
+        inside = getattr(model, "get_input_embeddings", None)
+        if inside:
+            self._weight = inside().weight.any(dim=1, keepdim=True).float().cpu()
+            self._padding = getattr(inside(), "padding_idx", None)
+            self.resize_token_embeddings = self._resize
+        else:
+            self._weight, self._padding = torch.ones(rows_of(model), 1), None
+
+    def get_input_embeddings(self) -> Any:
+        """Looks like an embedding of width 1 that is zero where the model's is."""
+        return SimpleNamespace(weight=self._weight, padding_idx=self._padding)
+
+    def _resize(self, rows: int) -> None:
+        self._weight = torch.cat((self._weight, torch.ones(rows - len(self._weight), 1)))
+
+
+def _key(finding: Finding) -> tuple[str, str]:
+    return finding.code, finding.message
+
+
+def _order(findings: list[Finding]) -> list[Finding]:
+    """The template first, since the end token follows from it, and padding after the end token."""
+    order = ["chat-template-missing", "generation-markers-missing", "special-token-splits", "eos-is-not-end-of-turn"]
+    return sorted(findings, key=lambda each: order.index(each.code) if each.code in order else len(order))
+
+
+def _change(finding: Finding, model: Any, tokenizer: Any, template: str | None) -> str | None:
+    """Make one repair; says what it did, or ``None`` where it did nothing."""
+    if finding.code == "eos-is-not-end-of-turn":
+        before, tokenizer.eos_token = tokenizer.eos_token, end_of_turn(tokenizer)
+        _stop_at(model, tokenizer.eos_token_id)
+        return f"the end token is {tokenizer.eos_token!r} now, it was {before!r}"
+    if finding.code == "model-stops-elsewhere":
+        end = end_of_turn(tokenizer)
+        number = tokenizer.convert_tokens_to_ids(end) if end else tokenizer.eos_token_id
+        return f"the model stops at {number} as well" if _stop_at(model, number) else None
+    if finding.code in ("pad-missing", "pad-is-eos"):
+        return _new_pad(model, tokenizer)
+    if finding.code == "ids-outside-embedding":
+        return resize_embeddings(model, tokenizer) if hasattr(model, "resize_token_embeddings") else None
+    if finding.code == "double-bos":
+        return _one_bos(tokenizer)
+    if finding.code == "special-token-splits":
+        return _as_special(tokenizer, str(finding.token))
+    if finding.code == "byte-fallback":
+        tokenizer.backend_tokenizer.model.byte_fallback = False
+        return "byte_fallback is off"
+    if finding.code == "chat-template-missing":
+        return _new_template(tokenizer, template) if template else None
+    if finding.code == "generation-markers-missing":
+        return _markers(tokenizer)
+    if finding.code == "zero-embedding":
+        return _mean_rows(model, tokenizer)
+    return None
+
+
+def _stop_at(model: Any, number: int) -> bool:
+    """Let config and generation config stop at ``number`` too; whether there was one to change."""
+    if isinstance(model, int):
+        return False
+    holders = [getattr(model, "config", model), getattr(model, "generation_config", None)]
+    for holder in holders:
+        if holder is None:
+            continue
+        stops = getattr(holder, "eos_token_id", None)
+        several = [stops] if isinstance(stops, int) else list(stops or ())
+        if number not in several:
+            holder.eos_token_id = [number, *several] if several else number
+    return True
+
+
+def _new_pad(model: Any, tokenizer: Any) -> str:
+    rows, before = rows_of(model), tokenizer.pad_token
+    vocabulary = tokenizer.get_vocab()
+    text = str(tokenizer.chat_template) + "".join(render(tokenizer, chat) or "" for chat in _CHATS[:1])
+    taken = {tokenizer.eos_token, tokenizer.bos_token, end_of_turn(tokenizer)}
+    special = [token.content for _, token in sorted(tokenizer.added_tokens_decoder.items())]
+    candidates = [token for token in _PADS if token in vocabulary]
+    candidates += [token for token in special if _SPARE.search(token)]
+    spare = [one for one in candidates if one not in taken and one not in text and vocabulary[one] < rows]
+    how = "a spare token that was there"
+    if not spare:
+        spare = [_NEW_PAD]
+        tokenizer.add_special_tokens({"pad_token": _NEW_PAD})
+        how = "a new token in an unused row of the embedding"
+        if max(tokenizer.get_vocab().values()) >= rows:
+            grown = hasattr(model, "resize_token_embeddings")
+            how = "a new token; " + (
+                resize_embeddings(model, tokenizer) or "" if grown else "grow the embedding for it"
+            )
+    tokenizer.pad_token = spare[0]
+    for holder in (getattr(model, "config", model), getattr(model, "generation_config", None)):
+        if holder is not None and hasattr(holder, "pad_token_id"):
+            holder.pad_token_id = tokenizer.pad_token_id
+    return f"padding is {spare[0]!r} (id {tokenizer.pad_token_id}), {how}; it was {before!r}"
+
+
+def _as_special(tokenizer: Any, token: str) -> str | None:
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return None
+    plain = AddedToken(token, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    set_added_tokens(tokenizer, {**tokenizer.added_tokens_decoder, tokenizer.convert_tokens_to_ids(token): plain})
+    return f"{token!r} is special now"
+
+
+def _one_bos(tokenizer: Any) -> str | None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    ends = tokenizer("a").input_ids[-1] == tokenizer.eos_token_id
+    tail = f" {eos}" if ends else ""
+    known = [(bos, tokenizer.bos_token_id)] + ([(eos, tokenizer.eos_token_id)] if ends else [])
+    backend.post_processor = TemplateProcessing(
+        single=f"{bos} $A{tail}", pair=f"{bos} $A{tail} $B:1{tail and tail + ':1'}", special_tokens=known
+    )
+    return "one BOS is added to a text, it was two"
+
+
+def _new_template(tokenizer: Any, template: str) -> str:
+    text, needed = KNOWN.get(template, (template, ()))
+    missing = [token for token in needed if token not in tokenizer.get_vocab()]
+    if missing or (template not in KNOWN and "{" not in template):
+        raise ConfigError(
+            expected=f"a chat template whose tokens the vocabulary has: {', '.join(KNOWN)}, or a template's text",
+            got=f"{template!r}" + (f", without {', '.join(missing)} in the vocabulary" if missing else ""),
+            remedy="Choose the template that the model was made for.",
+        )
+    tokenizer.chat_template = text
+    return f"the chat template is {template if template in KNOWN else 'the given one'} now"
+
+
+def _markers(tokenizer: Any) -> str | None:
+    """Keep a template with markers only if it renders every probe chat as before and marks the answer."""
+    marked = with_markers(tokenizer.chat_template)
+    if marked is None:
+        return None
+    trial = copy.deepcopy(tokenizer)
+    trial.chat_template = marked
+    for chat in _CHATS:
+        for prompt in (False, True):
+            if render(trial, chat, add_generation_prompt=prompt) != render(
+                tokenizer, chat, add_generation_prompt=prompt
+            ):
+                return None
+    labels = assistant_labels(trial, CHAT)["labels"]
+    answer = trial.decode([label for label in labels if label >= 0])
+    if not answer.startswith(CHAT[1]["content"]):
+        return None
+    tokenizer.chat_template = marked
+    return f"generation markers added; of the probe chat they cover {answer!r}"
+
+
+def _mean_rows(model: Any, tokenizer: Any) -> str:
+    ids = untrained_ids(model, tokenizer)
+    weight = model.get_input_embeddings().weight
+    with torch.no_grad():
+        used = weight.any(dim=1)
+        weight[ids] = weight[used].float().mean(0).to(weight.dtype)
+    return f"the embedding of ids {ids} starts at the mean of the others"
+
+
+def resize_embeddings(model: Any, tokenizer: Any) -> str | None:
+    """Give every token of the tokenizer a row in embedding and head; rows that are there are never cut off.
+
+    Args:
+        model: a transformers model.
+        tokenizer: with the new tokens in it.
+
+    Returns:
+        What was done, or ``None`` where the matrices are large enough.
+    """
+    rows, needed = rows_of(model), max(tokenizer.get_vocab().values()) + 1
+    if rows >= needed:
+        return None
+    model.resize_token_embeddings(needed)
+    return f"embedding and head grew from {rows} to {needed} rows"

@@ -1,0 +1,51 @@
+"""The same on tokenizers that people use."""
+
+from __future__ import annotations
+
+import pytest
+from assets import gpt_oss_tokenizer_dir, smollm2_dir
+from transformers import AutoConfig, AutoTokenizer
+
+from unsloth_plugins.core.tokenizer import assistant_labels, check_tokenizer, repair_tokenizer
+
+pytestmark = pytest.mark.slow
+
+CHAT = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4", "thinking": "easy"},
+    {"role": "user", "content": "3 + 3?"},
+    {"role": "assistant", "content": "6"},
+    {"role": "user", "content": "And 5 + 5?"},
+    {"role": "assistant", "content": "10", "thinking": "Add them."},
+]
+
+
+def test_case_35_harmony_labels_are_those_counted_by_hand() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(gpt_oss_tokenizer_dir())
+    report = repair_tokenizer(201088, tokenizer, chat_template="harmony")
+    assert [entry.split(":")[0] for entry in report.done] == ["chat-template-missing"] and report.left == []
+    assert tokenizer.eos_token == "<|return|>" and check_tokenizer(201088, tokenizer) == []
+    out = assistant_labels(tokenizer, CHAT)
+    kept = [label for label in out["labels"] if label >= 0]
+    assert tokenizer.decode(kept) == (
+        "<|channel|>final<|message|>4<|end|>"
+        "<|channel|>final<|message|>6<|end|>"
+        "<|channel|>analysis<|message|>Add them.<|end|><|start|>assistant<|channel|>final<|message|>10<|return|>"
+    )
+    assert len(kept) == 5 + 5 + (3 + 3 + 1) + (2 + 3 + 2)
+    assert kept[-1] == tokenizer.eos_token_id and kept.count(tokenizer.eos_token_id) == 1
+
+
+def test_smollm2_as_its_gguf_gives_it_is_found_and_repaired() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir())
+    config = AutoConfig.from_pretrained(smollm2_dir())
+    tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", None
+    config.eos_token_id = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.model.byte_fallback = True
+    found = {finding.code for finding in check_tokenizer(config, tokenizer)}
+    assert {"eos-is-not-end-of-turn", "pad-missing", "byte-fallback", "generation-markers-missing"} <= found
+    report = repair_tokenizer(config, tokenizer)
+    assert report.left == [] and check_tokenizer(config, tokenizer) == []
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
+    kept = [label for label in assistant_labels(tokenizer, CHAT)["labels"] if label >= 0]
+    assert tokenizer.decode(kept) == "4<|im_end|>6<|im_end|>10<|im_end|>"

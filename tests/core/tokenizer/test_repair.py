@@ -1,0 +1,227 @@
+"""Faults put into tokenizers are found, repaired once, and reported."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_llama
+from merge_cases import small_tokenizer
+from tokenizers import processors
+from transformers import AddedToken, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+from unsloth_plugins.core.errors import ConfigError
+from unsloth_plugins.core.tokenizer import assistant_labels, check_tokenizer, repair_tokenizer, resize_embeddings
+from unsloth_plugins.core.tokenizer.templates import CHATML, with_markers
+
+PLAIN_CHATML = (
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def chat_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    """ChatML with a reserved token to spare, all well."""
+    tokenizer = small_tokenizer(size=130)
+    special = ["<|im_start|>", "<|im_end|>", "<|reserved_0|>", "<|reserved_1|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = CHATML
+    for name, value in options.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+def codes(model: Any, tokenizer: Any) -> set[str]:
+    """Of all findings."""
+    return {finding.code for finding in check_tokenizer(model, tokenizer)}
+
+
+def _state(tokenizer: Any) -> Any:
+    return (
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.special_tokens_map,
+        tokenizer.chat_template,
+        tokenizer.padding_side,
+    )
+
+
+def test_a_good_tokenizer_has_no_findings_and_stays(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = chat_tokenizer()
+    before = _state(tokenizer)
+    assert check_tokenizer(160, tokenizer) == []
+    report = repair_tokenizer(160, tokenizer)
+    assert report.done == report.left == [] and _state(tokenizer) == before and not caplog.records
+
+
+@pytest.mark.parametrize("pad", ["<|im_end|>", None])
+def test_case_6_padding_is_never_the_end(pad: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = chat_tokenizer(pad_token=pad, padding_side="left")
+    vocabulary = dict(tokenizer.get_vocab())
+    del vocabulary["<pad>"]  # what an ordinary model lacks; it stays in the real one and would be taken
+    model = tiny_llama(eos_token_id=tokenizer.eos_token_id)
+    if pad is not None:
+        assert codes(model, tokenizer) == {"pad-is-eos"}
+    with caplog.at_level(logging.WARNING):
+        report = repair_tokenizer(model, tokenizer)
+    assert len(report.done) == 1 and report.left == [] and "Repaired pad-" in caplog.text
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id) and tokenizer.pad_token_id < 160
+    assert model.config.pad_token_id == tokenizer.pad_token_id and tokenizer.padding_side == "left"
+    rows = [tokenizer(f"{text}<|im_end|>") for text in ("the fox", "the quick brown fox", "a dog")]
+    batch = DataCollatorForLanguageModeling(tokenizer, mlm=False)([dict(row) for row in rows])
+    is_pad = batch["attention_mask"] == 0
+    assert (batch["labels"][is_pad] == -100).all() and is_pad.any()
+    assert (batch["labels"][batch["input_ids"] == tokenizer.eos_token_id] == tokenizer.eos_token_id).all()
+    assert (batch["input_ids"] == tokenizer.eos_token_id).sum() == 3
+    before = _state(tokenizer)
+    assert repair_tokenizer(model, tokenizer).done == [] and _state(tokenizer) == before
+
+
+def _without_spare(reserved: bool) -> PreTrainedTokenizerFast:
+    tokenizer = small_tokenizer(size=130, pad_token=None)
+    backend = tokenizer.backend_tokenizer.to_str().replace("<pad>", "<nil>").replace("<extra>", "<more>")
+    out = PreTrainedTokenizerFast(tokenizer_object=type(tokenizer.backend_tokenizer).from_str(backend))
+    out.eos_token = out.pad_token = "</s>"
+    if reserved:
+        out.add_special_tokens({"additional_special_tokens": ["<|reserved_special_token_7|>"]})
+    return out
+
+
+def test_case_6_a_spare_token_else_an_unused_row_else_growth() -> None:
+    tokenizer = _without_spare(reserved=True)
+    size = len(tokenizer)
+    repair_tokenizer(160, tokenizer)
+    assert tokenizer.pad_token == "<|reserved_special_token_7|>" and len(tokenizer) == size
+    tokenizer = _without_spare(reserved=False)
+    size = len(tokenizer)
+    assert "unused row" in repair_tokenizer(160, tokenizer).done[0]
+    assert tokenizer.pad_token_id == size and size < 160
+    tokenizer = _without_spare(reserved=False)
+    model = tiny_llama(vocab_size=size)
+    old = model.get_input_embeddings().weight.detach().clone()
+    assert f"grew from {size} to {size + 1} rows" in repair_tokenizer(model, tokenizer).done[0]
+    assert torch.equal(model.get_input_embeddings().weight[:size], old) and tokenizer.pad_token_id == size
+
+
+def test_case_11_resizing_never_cuts() -> None:
+    tokenizer = small_tokenizer(size=149)
+    assert len(tokenizer) == 150
+    for rows in (200, 150):
+        model, mine = tiny_llama(vocab_size=rows), copy.deepcopy(tokenizer)
+        before = [part.weight.detach().clone() for part in (model.get_input_embeddings(), model.lm_head)]
+        mine.add_tokens(["<a>", "<b>", "<c>"])
+        assert ("ids-outside-embedding" in codes(model, mine)) is (rows == 150)
+        changed = resize_embeddings(model, mine)
+        assert (changed is None) is (rows == 200)
+        for part, old in zip((model.get_input_embeddings(), model.lm_head), before, strict=True):
+            assert torch.equal(part.weight[:150], old[:150]) and len(part.weight) == max(rows, 153)
+        out = model(torch.tensor([mine.convert_tokens_to_ids(["<a>", "<b>", "<c>"])]))
+        assert out.logits.shape[-1] == max(rows, 153) and out.logits.isfinite().all()
+        weights = [p.detach().clone() for p in model.parameters()]
+        assert resize_embeddings(model, mine) is None
+        assert all(torch.equal(old, new) for old, new in zip(weights, model.parameters(), strict=True))
+
+
+def test_dry_run_names_everything_and_changes_nothing() -> None:
+    tokenizer = chat_tokenizer(pad_token="<|im_end|>", eos_token="</s>", chat_template=PLAIN_CHATML)
+    tokenizer.add_tokens([f"<new{n}>" for n in range(40)])
+    model = tiny_llama(eos_token_id=1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("<new0>")] = 0
+    before, weights = _state(tokenizer), copy.deepcopy(model.state_dict())
+    plan = repair_tokenizer(model, tokenizer, dry_run=True)
+    assert _state(tokenizer) == before and model.config.eos_token_id == 1
+    assert all(torch.equal(weights[name], now) for name, now in model.state_dict().items())
+    done = repair_tokenizer(model, tokenizer)
+    assert plan.dry_run and plan.done == done.done and done.left == []
+    kinds = [entry.split(":")[0] for entry in done.done]
+    assert set(kinds) == {
+        "generation-markers-missing",
+        "eos-is-not-end-of-turn",
+        "ids-outside-embedding",
+        "pad-is-eos",
+        "zero-embedding",
+    }
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.eos_token_id in model.config.eos_token_id
+    assert repair_tokenizer(model, tokenizer).done == [] and check_tokenizer(model, tokenizer) == []
+
+
+def test_the_end_token_follows_the_template_and_the_model_stops_there() -> None:
+    """What a GGUF of SmolLM2 gives: its end token is the start of a turn, and there is no padding."""
+    tokenizer = chat_tokenizer(eos_token="<|im_start|>", pad_token=None)
+    model = tiny_llama(eos_token_id=tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    assert {"eos-is-not-end-of-turn", "pad-missing"} <= codes(model, tokenizer)
+    repair_tokenizer(model, tokenizer)
+    assert tokenizer.eos_token == "<|im_end|>" and check_tokenizer(model, tokenizer) == []
+    assert tokenizer.eos_token_id in model.generation_config.eos_token_id
+    good = chat_tokenizer(eos_token="</s>")
+    config = tiny_llama(eos_token_id=[1, good.convert_tokens_to_ids("<|im_end|>")]).config
+    assert codes(config, good) == set()  # the model stops at the end of a turn, whatever the tokenizer says
+
+
+def test_double_bos() -> None:
+    tokenizer = chat_tokenizer()
+    ids = [("<s>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> <s> $A", pair="<s> <s> $A $B", special_tokens=ids
+    )
+    assert codes(160, tokenizer) == {"double-bos"}
+    repair_tokenizer(160, tokenizer)
+    assert tokenizer("the").input_ids[0] == 2 and tokenizer("the").input_ids[1] != 2
+    tokenizer.chat_template = "{{ bos_token }}" + CHATML
+    report = repair_tokenizer(160, tokenizer)
+    assert report.done == [] and [finding.code for finding in report.left] == ["double-bos-in-chats"]
+
+
+def test_wrong_flags_are_set_right() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|im_end|>", single_word=True, special=False)])
+    if "special-token-splits" not in codes(160, tokenizer):
+        pytest.fail("the fault could not be made")
+    repair_tokenizer(160, tokenizer)
+    number = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert number in tokenizer("a<|im_end|>b").input_ids and check_tokenizer(160, tokenizer) == []
+
+
+def test_byte_fallback_of_a_byte_level_tokenizer_goes() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.backend_tokenizer.model.byte_fallback = True
+    assert codes(160, tokenizer) == {"byte-fallback"}
+    repair_tokenizer(160, tokenizer)
+    assert check_tokenizer(160, tokenizer) == []
+
+
+def test_case_35_markers_are_added_where_the_text_stays_equal() -> None:
+    tokenizer = chat_tokenizer(chat_template=PLAIN_CHATML)
+    chat = [
+        {"role": "user", "content": "the fox"},
+        {"role": "assistant", "content": "the dog"},
+        {"role": "user", "content": "over"},
+        {"role": "assistant", "content": "lazy"},
+    ]
+    with pytest.raises(ConfigError, match="no generation markers"):
+        assistant_labels(tokenizer, chat)
+    before = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert "they cover 'an answer<|im_end|>'" in repair_tokenizer(160, tokenizer).done[0]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == before
+    out = assistant_labels(tokenizer, chat)
+    kept = [label for label in out["labels"] if label >= 0]
+    assert tokenizer.decode(kept) == "the dog<|im_end|>lazy<|im_end|>"
+    with pytest.raises(ConfigError, match="no assistant spoke"):
+        assistant_labels(tokenizer, chat[:1])
+    odd = "{% for message in messages %}{{ render(message) }}{% endfor %}"
+    assert with_markers(odd) is None
+
+
+def test_a_template_is_given_by_name_only_where_its_tokens_are() -> None:
+    tokenizer = chat_tokenizer(chat_template=None, eos_token="</s>")
+    report = repair_tokenizer(160, tokenizer)
+    assert [finding.code for finding in report.left] == ["chat-template-missing"]
+    report = repair_tokenizer(160, tokenizer, chat_template="chatml")
+    assert tokenizer.chat_template == CHATML and tokenizer.eos_token == "<|im_end|>" and report.left == []
+    with pytest.raises(ConfigError, match=r"without <\|start\|>, <\|channel\|>"):
+        repair_tokenizer(160, chat_tokenizer(chat_template=None), chat_template="harmony")
