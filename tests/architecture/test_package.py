@@ -88,7 +88,10 @@ def loaded_by_import(module: str, candidates: tuple[str, ...], cwd: Path = ROOT)
     ("module", "forbidden"),
     [
         ("unsloth_plugins", ("torch", "transformers", "triton", *FRAMEWORKS)),
+        ("unsloth_plugins.autoload", ("torch", "transformers", "triton", *FRAMEWORKS)),
+        ("unsloth_plugins.lightning", ("torch", "transformers", "triton", *FRAMEWORKS)),
         ("unsloth_plugins.core", FRAMEWORKS),
+        ("unsloth_plugins.hf_trainer", FRAMEWORKS),
     ],
 )
 def test_import_does_not_load(module: str, forbidden: tuple[str, ...]) -> None:
@@ -108,7 +111,8 @@ import importlib, inspect, sys, types
 
 WATCHED = [
     "torch", "torch.nn.functional", "torch.utils.checkpoint", "transformers.modeling_utils", "transformers.trainer",
-    "transformers.models.gpt_oss.modeling_gpt_oss", "peft",
+    "transformers.models.gpt_oss.modeling_gpt_oss", "peft", "lightning.pytorch", "lightning.pytorch.strategies",
+    "pytorch_lightning", "pytorch_lightning.strategies",
 ]
 for name in WATCHED:
     importlib.import_module(name)
@@ -153,7 +157,8 @@ def changed_by(statement: str) -> list[str]:
 
 
 def test_import_patches_nothing() -> None:
-    assert changed_by("import unsloth_plugins, unsloth_plugins.core, unsloth_plugins.hf_trainer") == []
+    names = ("", ".core", ".autoload", ".hf_trainer", ".lightning.for_lightning", ".lightning.for_pytorch_lightning")
+    assert changed_by("\n".join(f"import unsloth_plugins{name}" for name in names)) == []
 
 
 def test_the_patch_check_can_fail() -> None:

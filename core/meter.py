@@ -1,0 +1,65 @@
+"""What a training loop tells its user: tokens per second, peak memory, host memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from unsloth_plugins.core.device import peak_memory_gib
+
+if TYPE_CHECKING:
+    from unsloth_plugins.core.apply import Applied
+
+
+class Meter:
+    """Measures between ``start`` and ``stop``, so that evaluation, saving and loading of data do not count.
+
+    Args:
+        applied: what was done to each model that trains; their tokens and bytes add up.
+        device: where the models are.
+
+    Attributes:
+        seconds: measured since the last ``read``.
+    """
+
+    def __init__(self, applied: Sequence[Applied], device: torch.device) -> None:
+        self.applied, self.device, self.seconds = tuple(applied), device, 0.0
+        self._tokens, self._since = self._seen(), time.perf_counter()
+        self._reset_peaks()
+
+    def start(self) -> None:
+        """Training goes on from here."""
+        self._since = time.perf_counter()
+
+    def stop(self, *, wait: bool) -> None:
+        """A step is over. ``wait`` lets the device finish first, so that its work counts as time."""
+        if wait and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.seconds, self._since = self.seconds + now - self._since, now
+
+    def read(self) -> dict[str, float]:
+        """The measurements since the last one, by the names under which every adapter logs them.
+
+        ``tokens_per_s`` is of this process, padding included; ``peak_memory_gib`` the allocator's high-water mark on
+        CUDA and the process's elsewhere; ``host_gib`` the high-water mark of checkpointed activations in host memory.
+        """
+        seen = self._seen()
+        measured = {
+            "tokens_per_s": round((seen - self._tokens) / max(self.seconds, 1e-9), 1),
+            "peak_memory_gib": round(peak_memory_gib(self.device), 3),
+            "host_gib": round(sum(each.store.peak_bytes for each in self.applied) / 2**30, 4),
+        }
+        self.seconds, self._tokens = 0.0, seen
+        self._reset_peaks()
+        return measured
+
+    def _seen(self) -> int:
+        return sum(each.tokens_seen for each in self.applied)
+
+    def _reset_peaks(self) -> None:
+        for each in self.applied:
+            each.store.reset_peak()

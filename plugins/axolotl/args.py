@@ -1,0 +1,92 @@
+"""The nested key ``unsloth:``, with the names of ``UnslothConfig``."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, create_model, model_serializer, model_validator
+
+from unsloth_plugins.axolotl.conflicts import check_config
+from unsloth_plugins.core import UnslothConfig
+from unsloth_plugins.core.errors import ConfigError
+
+_FIELDS = {field.name: field for field in dataclasses.fields(UnslothConfig)}
+_CAN_BE_OFF = ("attention", "experts", "loss")
+_OFF = "off"
+
+
+def uses_plugin(data: Mapping[str, Any]) -> bool:
+    """Whether a config names our plugin; Axolotl keeps plugins of former configs of the process."""
+    return any(str(name).startswith("unsloth_plugins.axolotl.") for name in data.get("plugins") or ())
+
+
+def config_of(data: Mapping[str, Any] | None) -> UnslothConfig:
+    """The options of ``unsloth:`` as ``apply`` takes them. ``null``, ``off`` and ``false`` mean off.
+
+    Raises:
+        ConfigError: an option does not exist or has a wrong value.
+    """
+    if data is not None and not isinstance(data, Mapping):
+        raise ConfigError(
+            expected="`unsloth:` to hold options, one a line",
+            got=repr(data),
+            remedy="Remove it for the defaults.",
+        )
+    options = {name: value for name, value in (data or {}).items() if name != "quiet"}
+    for name in options:
+        if name not in _FIELDS:
+            near = get_close_matches(str(name), [*_FIELDS, "quiet"], n=1)
+            raise ConfigError(
+                expected=f"under `unsloth:` only {', '.join(_FIELDS)} and quiet",
+                got=f"`{name}`",
+                remedy=f"Did you mean `{near[0]}`?" if near else "Remove that line.",
+            )
+    for name in _CAN_BE_OFF:
+        if name in options and options[name] in (_OFF, False):
+            options[name] = None
+    return UnslothConfig.from_options(None, **options)
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check(cls, data: Any) -> Any:
+        config = config_of(data)
+        return {name: getattr(config, name) if name in _FIELDS else data[name] for name in data}
+
+    @model_serializer(mode="plain")
+    def _keep_off(self) -> dict[str, Any]:
+        """Only what was set; Axolotl drops ``None`` from a validated config, and to us it means something."""
+        return {name: _OFF if (value := getattr(self, name)) is None else value for name in self.model_fields_set}
+
+
+if TYPE_CHECKING:
+    UnslothOptions = _Options
+else:
+    _hints = inspect.get_annotations(UnslothConfig, eval_str=True)
+    UnslothOptions = create_model(
+        "UnslothOptions",
+        __base__=_Options,
+        __module__=__name__,
+        quiet=(bool, False),
+        **{name: (_hints[name], field.default) for name, field in _FIELDS.items()},
+    )
+
+
+class UnslothArgs(BaseModel):
+    """Mixed into Axolotl's config by its plugin manager."""
+
+    unsloth: UnslothOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_conflicts(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and uses_plugin(data):
+            check_config(data, config_of(data.get("unsloth")))
+        return data

@@ -1,0 +1,91 @@
+"""The plugin: edits the raw config where its defaults are in the way, applies when the model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+from axolotl.utils.logging import get_logger
+from torch import nn
+from transformers import AutoConfig, TrainerCallback
+
+from unsloth_plugins.axolotl.args import config_of, uses_plugin
+from unsloth_plugins.axolotl.conflicts import check_config, check_packed
+from unsloth_plugins.core import apply
+from unsloth_plugins.core.mxfp4 import packed_config
+from unsloth_plugins.trainer_metrics import TrainerMetrics
+
+LOG = get_logger("axolotl.unsloth_plugins")  # Axolotl shows only loggers below its own
+_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+
+
+class UnslothPlugin(BasePlugin):
+    """``plugins: [unsloth_plugins.axolotl.UnslothPlugin]`` is all it takes; options go under ``unsloth:``.
+
+    Axolotl's plugin manager lives as long as the process and calls the hooks of all plugins that any config has named,
+    some of them twice: everything here looks at the config it is given, and keeps nothing.
+    """
+
+    def get_input_args(self) -> str:
+        """The pydantic model with the key ``unsloth:`` and the checks for conflicts."""
+        return "unsloth_plugins.axolotl.args.UnslothArgs"
+
+    def register(self, cfg: dict[str, Any]) -> None:
+        """Before validation: keep Axolotl from switching on what we replace, and an MXFP4 base packed.
+
+        Conflicts are looked for here already, ahead of Axolotl's own checks, which would send the user elsewhere.
+
+        Raises:
+            ConfigError: an option under ``unsloth:`` does not exist or has a wrong value.
+            ConflictError: a line that can't go with ours, or with a packed base; it is named.
+        """
+        if not uses_plugin(cfg):
+            return
+        check_config(cfg, config_of(cfg.get("unsloth")))
+        for key in _LORA_KERNELS:
+            if cfg.get(key) is None:
+                cfg[key] = False
+        if cfg.get("gradient_checkpointing") and cfg.get("gradient_checkpointing_kwargs") is None:
+            cfg["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # Axolotl's default is re-entrant
+        if _is_mxfp4(cfg):
+            _keep_packed(cfg)
+
+    def post_model_load(self, cfg: Any, model: nn.Module) -> None:
+        """Adapters are there, the trainer and its optimizer are not. A second time changes nothing."""
+        if not uses_plugin(cfg):
+            return
+        applied = apply(model, config_of(cfg.unsloth))
+        if not (cfg.unsloth or {}).get("quiet"):
+            LOG.info("%s", applied.report())
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: nn.Module) -> list[TrainerCallback]:
+        """Tokens per second, peak memory and host memory in the logs."""
+        return [TrainerMetrics()] if uses_plugin(cfg) else []
+
+
+def _is_mxfp4(cfg: dict[str, Any]) -> bool:
+    """Whether the base checkpoint has packed experts."""
+    base = cfg.get("base_model_config") or cfg.get("base_model")
+    if not base or cfg.get("reinit_weights") or cfg.get("cls_model_config"):
+        return False
+    config = AutoConfig.from_pretrained(
+        base, revision=cfg.get("revision_of_model"), trust_remote_code=cfg.get("trust_remote_code") is True
+    )
+    stored: Any = getattr(config, "quantization_config", None)
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    return method == "mxfp4"
+
+
+def _keep_packed(cfg: dict[str, Any]) -> None:
+    """Select our quantizer. ``adapter: qlora`` means 4-bit base here too; the base just has its 4 bits already."""
+    stored = cfg.get("overrides_of_model_config") or {}
+    if (stored.get("quantization_config") or {}).get("quant_method") == "unsloth_mxfp4":
+        return  # a config that went through here before
+    check_packed(cfg)
+    packed = packed_config(
+        cfg.get("base_model_config") or cfg["base_model"], revision=cfg.get("revision_of_model")
+    ).quantization_config
+    cfg["overrides_of_model_config"] = {**stored, "quantization_config": packed}
+    if cfg.get("adapter") == "qlora" or cfg.get("load_in_4bit"):
+        cfg["adapter"], cfg["load_in_4bit"] = "lora", False
+        LOG.info("The base is MXFP4: experts stay packed in 4 bits instead of bitsandbytes' NF4; the rest is 16 bit.")

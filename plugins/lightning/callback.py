@@ -1,0 +1,116 @@
+"""What both roots' callbacks have in common; ``for_lightning`` and ``for_pytorch_lightning`` give them their bases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from unsloth_plugins.core import Applied, UnslothConfig
+from unsloth_plugins.core.errors import ConflictError
+from unsloth_plugins.core.meter import Meter
+from unsloth_plugins.lightning.models import apply_to_module, causal_lms, check_precision, report_of
+
+_SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+
+
+class MetricsMixin:
+    """Logs ``tokens_per_s``, ``peak_memory_gib`` and ``host_gib`` of this process, to the progress bar and the loggers.
+
+    The values are renewed about once a second of training time: a device has to be waited for.
+    """
+
+    applied: tuple[Applied, ...] = ()
+    _meter: Meter | None = None
+    _last: dict[str, float] | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start to measure."""
+        self._meter, self._last = Meter(self.applied, pl_module.device), None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Loading of data, evaluation and saving are over: time counts from here."""
+        assert self._meter is not None
+        self._meter.start()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log, unless the Trainer is barebones, which has no logging at all."""
+        assert self._meter is not None
+        self._meter.stop(wait=self._last is None or self._meter.seconds >= 1)
+        if self._last is None or self._meter.seconds >= 1:
+            self._last = self._meter.read()
+        if not trainer.barebones:
+            pl_module.log_dict(self._last, prog_bar=True, on_step=True, on_epoch=False)
+
+
+class CallbackMixin(MetricsMixin):
+    """Everything that ``UnslothCallback`` does. ``_info`` prints on rank 0."""
+
+    _info: Callable[[str], None]
+
+    def __init__(self, config: UnslothConfig | None = None, *, quiet: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.config, self.quiet = UnslothConfig.from_options(config, **options), quiet
+        self.applied = ()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Check for conflicts, and apply to models that were built in ``__init__``: before a checkpoint is restored."""
+        self.applied = ()
+        _check_strategy(trainer.strategy)
+        check_precision(trainer.precision_plugin)
+        if causal_lms(pl_module):
+            self._apply(pl_module)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Apply to models that ``setup`` or ``configure_model`` built. The optimizers exist by now."""
+        if self.applied:
+            return
+        self._apply(pl_module)
+        optimized = {id(p) for opt in trainer.optimizers for group in opt.param_groups for p in group["params"]}
+        lost = [name for name, p in pl_module.named_parameters() if p.requires_grad and id(p) not in optimized]
+        added = [name for name in lost if ".experts." in name and ".lora_" in name]
+        if added:
+            raise ConflictError(
+                expected="adapters on experts to exist before the optimizer",
+                got=f"{len(added)} that could only be added after it, such as {added[0]}",
+                remedy="Use Trainer(strategy='unsloth') instead of UnslothCallback, or build the model in __init__.",
+            )
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """As ``on_fit_start``, for ``Trainer.validate``."""
+        self._apply_once(pl_module)
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        """As ``on_fit_start``, for ``Trainer.test``."""
+        self._apply_once(pl_module)
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        """As ``on_fit_start``, for ``Trainer.predict``."""
+        self._apply_once(pl_module)
+
+    def _apply_once(self, pl_module: nn.Module) -> None:
+        if not self.applied:
+            self._apply(pl_module)
+
+    def _apply(self, pl_module: Any) -> None:
+        self.applied = apply_to_module(pl_module, self.config)
+        if not self.quiet:
+            self._info(report_of(self.applied))
+
+
+def _check_strategy(strategy: Any) -> None:
+    names = [each.__name__ for each in type(strategy).__mro__]
+    for name in _SHARDING:
+        if name in names:
+            raise ConflictError(
+                expected="whole parameters on each process",
+                got=f"{type(strategy).__name__}, which shards them, beside UnslothCallback",
+                remedy="Use Trainer(strategy='unsloth_ddp').",
+            )
+    if "StrategyMixin" in names:
+        raise ConflictError(
+            expected="one of strategy='unsloth' and UnslothCallback",
+            got="both",
+            remedy="Remove UnslothCallback and give its options to UnslothStrategy(...).",
+        )

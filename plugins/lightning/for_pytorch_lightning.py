@@ -1,0 +1,62 @@
+"""The classes for ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+from pytorch_lightning import Callback
+from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+
+from unsloth_plugins.lightning.callback import CallbackMixin, MetricsMixin
+from unsloth_plugins.lightning.strategy import StrategyMixin
+
+__all__ = ["UnslothCallback", "UnslothDDPStrategy", "UnslothStrategy"]
+
+
+class UnslothMetrics(MetricsMixin, Callback):
+    """The metrics alone; the strategies bring it along."""
+
+
+class UnslothCallback(CallbackMixin, Callback):
+    """``Trainer(callbacks=[UnslothCallback()])``, for those who keep their strategy.
+
+    Checkpoints are then those of that strategy, with the frozen base in them.
+
+    Args:
+        config, options: as for ``unsloth_plugins.apply``.
+        quiet: no report at the start.
+
+    Attributes:
+        applied: what was done to each model.
+
+    Raises:
+        ConfigError: an option does not exist or has a wrong value.
+    """
+
+    _info = staticmethod(rank_zero_info)
+
+
+class UnslothStrategy(StrategyMixin, DDPStrategy):
+    """``Trainer(strategy="unsloth")``: a single device, or DDP where there are more processes.
+
+    Args:
+        config, options: as for ``unsloth_plugins.apply``; beyond those, keyword arguments of Lightning's
+            ``DDPStrategy`` and torch's ``DistributedDataParallel``.
+        quiet: no report at the start.
+
+    Attributes:
+        applied: what was done to each model, once the trainer runs.
+
+    Raises:
+        ConfigError: an option does not exist or has a wrong value.
+        UnsupportedError: a precision that would give wrong results.
+    """
+
+    ddp_class = DDPStrategy
+    metrics_class = UnslothMetrics
+    _info = staticmethod(rank_zero_info)
+
+
+class UnslothDDPStrategy(UnslothStrategy):
+    """``Trainer(strategy="unsloth_ddp")``: DDP, with one process too."""
+
+    alone_without_ddp = False

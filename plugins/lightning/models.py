@@ -1,0 +1,89 @@
+"""The models inside a LightningModule, and what is done to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from unsloth_plugins.core import Applied, UnslothConfig, apply
+from unsloth_plugins.core.errors import ConflictError, ModelError, UnsupportedError
+
+_PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
+
+
+def causal_lms(module: nn.Module) -> list[nn.Module]:
+    """The transformers models with a language head below ``module``, each once; PEFT's wrappers are looked through.
+
+    A model below ``torch.compile``'s wrapper is returned as the wrapper, for ``apply`` to refuse.
+    """
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+
+    def visit(current: nn.Module) -> None:
+        if id(current) in seen:
+            return
+        seen.add(id(current))
+        if isinstance(current, PreTrainedModel) and current.get_output_embeddings() is not None:
+            found.append(current)
+            return
+        before = len(found)
+        for child in current.children():
+            visit(child)
+        if len(found) > before and "_orig_mod" in vars(current)["_modules"]:
+            found[before:] = [current]
+
+    visit(module)
+    return found
+
+
+def apply_to_module(module: nn.Module, config: UnslothConfig) -> tuple[Applied, ...]:
+    """Apply to each causal LM of a LightningModule.
+
+    Raises:
+        ModelError: there is none.
+        ConflictError: the LightningModule was compiled.
+    """
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise ConflictError(
+            expected="a LightningModule that is not compiled",
+            got=f"torch.compile({type(module).__name__})",
+            remedy="Remove torch.compile; patched forwards and offloaded checkpointing break its graph.",
+        )
+    models = causal_lms(module)
+    if not models:
+        held = ", ".join(f"{name}: {type(child).__name__}" for name, child in module.named_children())
+        raise ModelError(
+            expected="a transformers causal LM (PEFT-wrapped or not) among the attributes of the LightningModule",
+            got=f"{type(module).__name__} with {held or 'no submodules'}",
+            remedy="Build it in __init__ or configure_model and keep it on self, or use another strategy.",
+        )
+    return tuple(apply(model, config) for model in models)
+
+
+def report_of(applied: tuple[Applied, ...]) -> str:
+    """The reports of all models, as one text."""
+    return "\n".join(each.report() for each in applied)
+
+
+def check_precision(plugin: Any) -> None:
+    """Refuse precisions that are wrong, or that replace modules under us.
+
+    Raises:
+        UnsupportedError: naming the argument to change.
+    """
+    if type(plugin).__name__ == "BitsandbytesPrecision":
+        raise UnsupportedError(
+            expected="a precision that leaves modules in place",
+            got="BitsandbytesPrecision, which swaps every linear layer",
+            remedy="Load the model with transformers' quantization_config=BitsAndBytesConfig(...) instead.",
+        )
+    precision = str(plugin.precision)
+    if precision not in _PRECISIONS:
+        why = ": float16 weights overflow in gpt-oss's experts and can't be unscaled" if precision == "16-true" else ""
+        raise UnsupportedError(
+            expected=f"precision to be one of {', '.join(_PRECISIONS)}",
+            got=f"precision={precision!r}{why}",
+            remedy="Use precision='bf16-mixed', or 'bf16-true' for a base in 16 bits.",
+        )

@@ -1,0 +1,153 @@
+"""What both roots' strategies have in common; ``for_lightning`` and ``for_pytorch_lightning`` give them their bases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unsloth_plugins.core import Applied, UnslothConfig
+from unsloth_plugins.core.errors import ModelError
+from unsloth_plugins.core.models import recognise
+from unsloth_plugins.core.models.adapters import add_missing_adapters
+from unsloth_plugins.lightning.callback import MetricsMixin
+from unsloth_plugins.lightning.models import apply_to_module, causal_lms, check_precision, report_of
+from unsloth_plugins.lightning.options import split, with_options_in_signature
+
+_Base: Any = object  # each root's DDPStrategy comes in beside it
+
+
+class StrategyMixin(_Base):
+    """Everything that ``UnslothStrategy`` does on top of Lightning's ``DDPStrategy``.
+
+    With one process there is no process group, no wrapper and no launcher: it is a single-device strategy. It derives
+    from DDP because Lightning makes the strategy before it knows the number of devices.
+    """
+
+    alone_without_ddp = True
+    ddp_class: type
+    metrics_class: type[MetricsMixin]
+    _info: Callable[[str], None]
+
+    @with_options_in_signature
+    def __init__(self, config: UnslothConfig | None = None, *, quiet: bool = False, **options: Any) -> None:
+        self.config, others = split(config, options, self.ddp_class)
+        super().__init__(**others)
+        self.quiet = quiet
+        self.applied: tuple[Applied, ...] = ()
+        self._trained: set[str] = set()
+        self._trainer: Any = None
+        self._metrics: MetricsMixin | None = None
+
+    # --- one process or several
+
+    @property
+    def _alone(self) -> bool:
+        return self.alone_without_ddp and self.num_processes * self.num_nodes == 1
+
+    def _configure_launcher(self) -> None:
+        check_precision(self.precision_plugin)
+        if not self._alone:
+            super()._configure_launcher()
+
+    def setup_distributed(self) -> None:
+        """A process group, if there is somebody to talk to."""
+        if self._alone:
+            self.set_world_ranks()
+        else:
+            super().setup_distributed()
+
+    def _setup_model(self, model: Any) -> Any:
+        return model if self._alone else super()._setup_model(model)
+
+    # --- lifecycle
+
+    def setup(self, trainer: Any) -> None:
+        """Lightning's setup, in the middle of which ``model_to_device`` applies; then the report and the metrics."""
+        self._trainer = trainer
+        if self._alone:
+            # Lightning takes every child of DDPStrategy for distributed, and would replace a shuffling sampler.
+            trainer._accelerator_connector.use_distributed_sampler = False
+            super(self.ddp_class, self).setup(trainer)  # type: ignore[arg-type]  # Strategy's: no wrapper
+        else:
+            super().setup(trainer)
+        if not self.quiet:
+            self._info(report_of(self.applied))
+        if trainer.state.fn == "fit":
+            self._note_trained()
+            self._metrics = self.metrics_class()
+            self._metrics.applied = self.applied
+            trainer.callbacks.insert(0, self._metrics)  # ahead of the progress bar, which shows what is logged
+
+    def model_to_device(self) -> None:
+        """Apply to the models in their final dtype and place, before DDP wraps them and the optimizers are made."""
+        super().model_to_device()
+        assert self.lightning_module is not None
+        self.applied = apply_to_module(self.lightning_module, self.config)
+
+    def teardown(self) -> None:
+        """The metrics go with the run; the models stay patched, for evaluation after it."""
+        if self._metrics is not None and self._metrics in self._trainer.callbacks:
+            self._trainer.callbacks.remove(self._metrics)
+        self._metrics = self._trainer = None
+        super().teardown()
+
+    # --- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What was trained, and buffers: everything but parameters that were frozen all the time."""
+        self._note_trained()
+        assert self.lightning_module is not None
+        frozen = self._frozen()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return {key: value for key, value in state.items() if not _of_any(key, frozen)}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Restore what a checkpoint holds. Frozen parameters may be missing from it: they are those of the base.
+
+        Raises:
+            ModelError: anything else is missing, or something is there that the module does not have.
+        """
+        module = self.lightning_module
+        assert module is not None
+        for model in causal_lms(module):
+            add_missing_adapters(recognise(model))  # those that setup would add come too late for this checkpoint
+        stored = checkpoint["state_dict"]
+        if strict:
+            frozen, known = self._frozen(), module.state_dict().keys()
+            missing = [key for key in known if key not in stored and not _of_any(key, frozen)]
+            unknown = [key for key in stored if key not in known]
+            for what, keys in (("an unknown tensor", unknown), ("a trained tensor that the checkpoint lacks", missing)):
+                if keys:
+                    raise ModelError(
+                        expected="a checkpoint with every trained tensor of this module, and no other",
+                        got=f"{what}, {keys[0]}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else ""),
+                        remedy="Build the same adapters as in the run that wrote it, or set strict_loading = False on "
+                        "the LightningModule.",
+                    )
+        module.load_state_dict(stored, strict=False)
+        self._trained.update(name for name, _ in _named_parameters(module) if name in stored)
+
+    def _note_trained(self) -> None:
+        """Remember what is trainable now, so that it is saved even if something freezes it later."""
+        self._trained.update(name for name, p in _named_parameters(self.lightning_module) if p.requires_grad)
+
+    def _frozen(self) -> set[str]:
+        return {
+            name
+            for name, p in _named_parameters(self.lightning_module)
+            if not p.requires_grad and name not in self._trained
+        }
+
+
+def _named_parameters(module: Any) -> list[tuple[str, Any]]:
+    """Of tied parameters all names, as in a state dict."""
+    return list(module.named_parameters(remove_duplicate=False))
+
+
+def _of_any(key: str, parameters: set[str]) -> bool:
+    """Whether ``key`` names one of ``parameters``, or what a quantizer keeps below it (``weight.absmax``)."""
+    return key in parameters or any(key[:end] in parameters for end in _dots(key))
+
+
+def _dots(key: str) -> list[int]:
+    return [index for index, char in enumerate(key) if char == "."]

@@ -1,0 +1,184 @@
+"""The key ``unsloth:`` and conflicts, through Axolotl's own loading and validation of a config."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from axolotl_runs import PLUGIN, config, write_assets
+from conftest import tiny_gpt_oss, tiny_llama
+
+from unsloth_plugins.core import UnslothConfig
+from unsloth_plugins.core.errors import ConflictError
+from unsloth_plugins.core.mxfp4 import pack_experts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    write_assets(folder, tiny_llama())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    write_assets(folder, pack_experts(tiny_gpt_oss()))
+    return folder
+
+
+def load(folder: Path, **options: Any) -> Any:
+    from axolotl.cli.config import load_cfg
+
+    path = folder / "config.yml"
+    path.write_text(yaml.safe_dump(config(folder, **options)))
+    return load_cfg(str(path))
+
+
+def test_options_arrive_with_the_same_names(folder: Path) -> None:
+    from unsloth_plugins.axolotl.args import config_of
+
+    cfg = load(folder, unsloth={"loss_chunk_mib": 64, "gradient_checkpointing": True, "attention": "reference"})
+    assert config_of(cfg.unsloth) == UnslothConfig(
+        loss_chunk_mib=64, gradient_checkpointing=True, attention="reference"
+    )
+    assert config_of(load(folder).unsloth) == UnslothConfig()
+    assert config_of(load(folder, unsloth={}).unsloth) == UnslothConfig()
+
+
+@pytest.mark.parametrize("off", [None, False, "off"])
+def test_off_survives_validation(off: Any, folder: Path) -> None:
+    from unsloth_plugins.axolotl.args import config_of
+
+    cfg = load(folder, unsloth={"attention": off, "experts": off, "loss": off, "quiet": True})
+    assert config_of(cfg.unsloth) == UnslothConfig(attention=None, experts=None, loss=None)
+    assert cfg.unsloth.quiet is True
+
+
+def test_the_schema_refuses_by_itself_too() -> None:
+    from unsloth_plugins.axolotl.args import UnslothArgs
+
+    with pytest.raises(ValueError, match="Did you mean `loss_chunk_mib`"):
+        UnslothArgs.model_validate({"unsloth": {"loss_chunk_mb": 1}})
+    with pytest.raises(ValueError, match="Remove `tiled_mlp:`"):
+        UnslothArgs.model_validate({"plugins": [PLUGIN], "tiled_mlp": True})
+    assert UnslothArgs.model_validate({"tiled_mlp": True}).unsloth is None
+
+
+def test_every_option_is_in_the_schema() -> None:
+    from unsloth_plugins.axolotl.args import UnslothOptions
+
+    assert set(UnslothOptions.model_fields) == {*UnslothConfig.__dataclass_fields__, "quiet"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_chunk_mb": 64}, "Did you mean `loss_chunk_mib`"),
+        ({"quite": True}, "Did you mean `quiet`"),
+        ({"attention": "flash"}, "`attention` to be one of 'auto'"),
+        ({"loss_chunk_mib": "many"}, "`loss_chunk_mib` to be an integer"),
+        ("auto", "one a line"),
+    ],
+)
+def test_wrong_options_are_errors_with_the_right_name(options: Any, message: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(folder, unsloth=options)
+
+
+CONFLICTS: list[tuple[dict[str, Any], str]] = [
+    ({"activation_offloading": True}, "activation_offloading"),
+    ({"activation_offloading": "legacy"}, "activation_offloading"),
+    ({"activation_offloading": "disk"}, "activation_offloading"),
+    ({"activation_offloading": "hidden_states"}, "activation_offloading"),
+    ({"layer_offloading": True}, "layer_offloading"),
+    ({"selective_checkpointing": True}, "selective_checkpointing"),
+    ({"gradient_checkpointing": "offload"}, "gradient_checkpointing: offload"),
+    ({"gradient_checkpointing": "offload_disk"}, "gradient_checkpointing: offload_disk"),
+    ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant: false"),
+    ({"tiled_mlp": True}, "tiled_mlp"),
+    ({"lora_mlp_kernel": True}, "lora_mlp_kernel"),
+    ({"lora_qkv_kernel": True}, "lora_qkv_kernel"),
+    ({"lora_o_kernel": True}, "lora_o_kernel"),
+    ({"lora_embedding_kernel": True}, "lora_embedding_kernel"),
+    ({"use_kernels": True}, "use_kernels"),
+    ({"use_scattermoe": True}, "use_scattermoe"),
+    ({"use_sonicmoe": True}, "use_sonicmoe"),
+    ({"expert_backend": "scattermoe"}, "expert_backend"),
+    ({"expert_parallel_size": 2}, "expert_parallel_size"),
+    ({"quantize_moe_experts": True}, "quantize_moe_experts"),
+    ({"chunked_cross_entropy": True}, "chunked_cross_entropy"),
+    ({"torch_compile": True}, "torch_compile"),
+    ({"torch_compile": "auto"}, "torch_compile"),
+    ({"fsdp": ["full_shard"]}, "fsdp"),
+    ({"fsdp_config": {"fsdp_version": 2}}, "fsdp_config"),
+    ({"deepspeed": "zero2.json"}, "deepspeed"),
+    ({"context_parallel_size": 2}, "context_parallel_size"),
+    ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+]
+
+
+@pytest.mark.parametrize(("options", "line"), CONFLICTS, ids=[str(options) for options, _ in CONFLICTS])
+def test_conflicts_name_the_line(options: dict[str, Any], line: str, folder: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        load(folder, **options)
+    text = str(caught.value)
+    assert line in text and "UnslothPlugin" in text or "use_reentrant: false" in text
+    assert ("Remove `" in text) != ("Change" in text) and text.count("; got ") == 1
+
+
+@pytest.mark.parametrize(
+    "other", ["axolotl.integrations.liger.LigerPlugin", "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]
+)
+def test_plugins_that_replace_the_same_are_refused(other: str, folder: Path) -> None:
+    from unsloth_plugins.axolotl.conflicts import check_config
+
+    with pytest.raises(ConflictError, match=f"Remove `- {other}`"):
+        check_config({"plugins": [PLUGIN, other]}, UnslothConfig())
+
+
+def test_defaults_of_axolotl_that_are_in_the_way_are_set(folder: Path) -> None:
+    cfg = load(folder)
+    assert cfg.gradient_checkpointing_kwargs == {"use_reentrant": False}
+    for key in ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"):
+        assert cfg[key] is False
+
+
+def test_a_config_without_the_plugin_is_left_alone(folder: Path) -> None:
+    """Axolotl calls the hooks of plugins that a former config of the process named."""
+    from unsloth_plugins.axolotl import UnslothPlugin
+
+    cfg = {"base_model": str(folder / "model"), "activation_offloading": True, "plugins": ["some.Other"]}
+    before, plugin = dict(cfg), UnslothPlugin()
+    plugin.register(cfg)
+    assert cfg == before and plugin.add_callbacks_pre_trainer(cfg, None) == []
+    load(folder, plugins=None, gradient_checkpointing="offload")
+
+
+def test_case_25_qlora_on_a_packed_base(packed: Path) -> None:
+    for options in ({"adapter": "qlora"}, {"adapter": "qlora", "load_in_4bit": True}, {"adapter": "lora"}):
+        cfg = load(packed, **options)
+        assert cfg.adapter == "lora" and not cfg.load_in_4bit
+        assert cfg.overrides_of_model_config.quantization_config.quant_method == "unsloth_mxfp4"
+    with pytest.raises(ConflictError, match="Remove `load_in_8bit:`"):
+        load(packed, adapter="qlora", load_in_8bit=True)
+    with pytest.raises(ConflictError, match="Remove `model_quantization_config:`"):
+        load(packed, model_quantization_config="Mxfp4Config")
+
+
+def test_a_failed_import_of_ours_stops_axolotl(folder: Path) -> None:
+    """Axolotl swallows ImportError and would train on without the plugin."""
+    path = folder / "broken.yml"
+    path.write_text(yaml.safe_dump(config(folder)))
+    code = (
+        "import sys\nfrom axolotl.cli.config import load_cfg\n"
+        "sys.modules['unsloth_plugins.core.mxfp4'] = None\n"  # the next import of it is an ImportError
+        f"load_cfg({str(path)!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    assert "unsloth_plugins.axolotl to import beside the installed axolotl" in done.stderr.splitlines()[-1]

@@ -1,0 +1,86 @@
+"""Axolotl's command line with the plugin, on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from axolotl_runs import axolotl, config, losses, state, write_assets
+from conftest import tiny_gpt_oss, tiny_llama
+from safetensors.torch import load_file
+
+from unsloth_plugins.core.mxfp4 import pack_experts
+
+pytestmark = pytest.mark.slow
+EXPERTS = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+SAVE = {"save_strategy": "steps", "save_steps": 3}
+
+
+@pytest.mark.parametrize("make", [tiny_gpt_oss, tiny_llama])
+def test_the_plugin_line_is_enough_and_gives_the_same_curve(make: Any, tmp_path: Path) -> None:
+    write_assets(tmp_path, make())
+    stock = config(tmp_path, plugins=None, output_dir=str(tmp_path / "stock"), lora_mlp_kernel=False, **SAVE)
+    stock |= {"lora_qkv_kernel": False, "lora_o_kernel": False, "lora_embedding_kernel": False}
+    axolotl("train", stock, tmp_path)
+    printed = axolotl("train", config(tmp_path, unsloth={"offload_min_bytes": 0}, **SAVE), tmp_path)
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "stock"), abs=2e-5)
+    (first, *_) = state(tmp_path / "out")["log_history"]
+    assert first["tokens_per_s"] > 0 and first["peak_memory_gib"] > 0 and first["host_gib"] > 0
+    assert printed.count("unsloth-plugins on ") == 1
+
+
+def test_sample_packing_evaluation_and_quiet(tmp_path: Path) -> None:
+    write_assets(tmp_path, tiny_gpt_oss())
+    options = dict(sample_packing=True, pad_to_sequence_len=True, micro_batch_size=1, val_set_size=0.2, eval_steps=3)
+    printed = axolotl("train", config(tmp_path, unsloth={"quiet": True}, **options, **SAVE), tmp_path)
+    logs = state(tmp_path / "out")["log_history"]
+    assert len([log for log in logs if "loss" in log]) == 3 and any("eval_loss" in log for log in logs)
+    assert "unsloth-plugins on " not in printed
+
+
+def test_case_25_one_step_on_a_packed_base(tmp_path: Path) -> None:
+    """Experts stay in 4 bits, and their adapters, which PEFT does not create, are trained and saved."""
+    write_assets(tmp_path, pack_experts(tiny_gpt_oss()))
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    printed = axolotl(
+        "train", config(tmp_path, adapter="qlora", load_in_4bit=True, lora_target_modules=EXPERTS, **SAVE), tmp_path
+    )
+    assert "packed MXFP4" in printed
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    experts = [name for name in saved if ".experts." in name]
+    assert len(experts) == 4 * 2 * 2 and all(saved[name].abs().max() > 0 for name in experts)
+    after = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_case_17_resume_continues_bit_equal(packed: bool, tmp_path: Path) -> None:
+    write_assets(tmp_path, pack_experts(tiny_gpt_oss()) if packed else tiny_llama())
+    options: dict[str, Any] = dict(lora_target_modules=EXPERTS, lora_dropout=0.0, **SAVE)
+    if not packed:
+        options |= dict(lora_modules_to_save=["embed_tokens", "lm_head"], lora_dropout=0.3)
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    axolotl("train", config(tmp_path, output_dir=str(whole), max_steps=6, **options), tmp_path)
+    axolotl("train", config(tmp_path, output_dir=str(half), max_steps=3, **options), tmp_path)
+    resume = dict(max_steps=6, resume_from_checkpoint=str(half / "checkpoint-3"))
+    axolotl("train", config(tmp_path, output_dir=str(half), **resume, **options), tmp_path)
+    assert losses(half) == losses(whole)
+    for name in ("adapter_model.safetensors",):
+        ours, wanted = (load_file(folder / "checkpoint-6" / name) for folder in (half, whole))
+        assert ours.keys() == wanted.keys() and all(torch.equal(ours[key], wanted[key]) for key in wanted)
+    moments, wanted = (
+        torch.load(folder / "checkpoint-6" / "optimizer.pt", weights_only=False)["state"] for folder in (half, whole)
+    )
+    assert moments.keys() == wanted.keys()
+    for key, values in wanted.items():
+        assert all(torch.equal(torch.as_tensor(moments[key][name]), torch.as_tensor(values[name])) for name in values)
+
+
+def test_preprocess_then_train_with_accumulation(tmp_path: Path) -> None:
+    write_assets(tmp_path, tiny_llama())
+    settings = config(tmp_path, gradient_accumulation_steps=2, **SAVE)
+    axolotl("preprocess", settings, tmp_path)
+    axolotl("train", settings, tmp_path)
+    assert len(losses(tmp_path / "out")) == 3

@@ -1,0 +1,68 @@
+"""UnslothCallback under Lightning's own strategies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import tiny_gpt_oss, tiny_llama
+from fitting import EXPERTS, batches, classes, lora, module_of, root_of, trainer_of
+
+from unsloth_plugins.core import UnslothConfig
+from unsloth_plugins.core.errors import ConfigError, ConflictError, ModelError, UnsupportedError
+from unsloth_plugins.lightning import UnslothCallback
+
+pl = root_of("lightning.pytorch")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("make", [tiny_gpt_oss, tiny_llama])
+def test_the_callback_gives_the_same_curve(make, late: bool, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    losses = []
+    for callbacks in ([], [UnslothCallback(offload_min_bytes=0, gradient_checkpointing=True)]):
+        module = module_of(pl, lambda: lora(make()), late)
+        trainer = trainer_of(pl, tmp_path, callbacks=callbacks)
+        trainer.fit(module, batches())
+        losses.append(module.losses)
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5)
+    (applied,) = callbacks[0].applied
+    assert applied.store.total_bytes > 0 and trainer.progress_bar_metrics["tokens_per_s"] > 0
+
+
+def test_adapters_on_experts(tmp_path: Path) -> None:
+    module = module_of(pl, lambda: lora(tiny_gpt_oss(), EXPERTS))
+    trainer = trainer_of(pl, tmp_path, callbacks=[UnslothCallback()])
+    trainer.fit(module, batches())
+    names = [name for name, p in module.named_parameters() if p.requires_grad and ".experts." in name]
+    assert len(names) == 4 * 2 * 2
+    assert all(module.get_parameter(name).abs().max() > 0 for name in names)
+    with pytest.raises(ConflictError, match="strategy='unsloth'"):
+        late = module_of(pl, lambda: lora(tiny_gpt_oss(), EXPERTS), late=True)
+        trainer_of(pl, tmp_path, callbacks=[UnslothCallback()]).fit(late, batches())
+
+
+def test_validate_alone(tmp_path: Path) -> None:
+    callback = UnslothCallback(quiet=True)
+    trainer_of(pl, tmp_path, callbacks=[callback]).validate(module_of(pl, tiny_llama, True), batches(1), verbose=False)
+    assert len(callback.applied) == 1
+
+
+def test_refusals(tmp_path: Path) -> None:
+    module = module_of(pl, tiny_llama)
+    with pytest.raises(ConflictError, match="Remove UnslothCallback"):
+        trainer_of(pl, tmp_path, strategy="unsloth", callbacks=[UnslothCallback()]).fit(module, batches())
+    with pytest.raises(UnsupportedError, match="16-true"):
+        trainer_of(pl, tmp_path, precision="16-true", callbacks=[UnslothCallback()]).fit(module, batches())
+    with pytest.raises(ConflictError, match="ModelParallelStrategy"):
+        trainer = trainer_of(pl, tmp_path)
+        trainer.strategy.__class__ = type("X", (type(trainer.strategy),), {})
+        sharding = type("ModelParallelStrategy", (), {})
+        UnslothCallback().setup(type("T", (), {"strategy": sharding()})(), module, "fit")
+    with pytest.raises(ModelError, match="causal LM"):
+        import torch
+
+        empty = module_of(pl, lambda: torch.nn.Linear(1, 1))
+        trainer_of(pl, tmp_path, callbacks=[UnslothCallback()]).fit(empty, batches())
+    with pytest.raises(ConfigError, match="loss_chunk_mib"):
+        UnslothCallback(loss_chunk_mb=1)
+    assert classes(pl).UnslothCallback(UnslothConfig(loss=None)).config.loss is None

@@ -1,0 +1,122 @@
+"""Checkpoints hold what was trained, and resuming from them goes on bit-equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import batch_of, tiny_gpt_oss, tiny_llama
+from fitting import EXPERTS, batches, lora, module_of, root_of, trainer_of
+
+import unsloth_plugins.lightning  # noqa: F401
+from unsloth_plugins.core.errors import ModelError
+from unsloth_plugins.core.mxfp4 import pack_experts
+
+pl = root_of("lightning.pytorch")
+
+
+def packed() -> Any:
+    return lora(pack_experts(tiny_gpt_oss()), EXPERTS)
+
+
+def fit(make: Any, folder: Path, steps: int, late: bool = False, **options: Any) -> tuple[Any, Any]:
+    """The batch is chosen by the step: Lightning starts plain loaders anew when it resumes."""
+    module = module_of(pl, make, late)
+    step = module.training_step
+    module.training_step = lambda batch: step(batch_of(2, 24, seed=module.global_step))
+    trainer = trainer_of(pl, folder, strategy="unsloth", max_steps=steps)
+    trainer.fit(module, batches(8), **options)
+    return trainer, module
+
+
+def state_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(state_bytes(each) for each in value.values())
+    return sum(state_bytes(each) for each in value) if isinstance(value, list | tuple) else 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_case_32_adapters_on_a_packed_base(late: bool, tmp_path: Path) -> None:
+    """The experts' adapters do not exist when Lightning restores: PEFT does not create them."""
+    before = {n: p.clone() for n, p in packed().named_parameters() if p.dtype == torch.uint8}
+    assert len(before) == 4 * 4
+    _, whole = fit(packed, tmp_path, 6, late)
+    trainer, _ = fit(packed, tmp_path, 3, late)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    _, rest = fit(packed, tmp_path, 6, late, ckpt_path=tmp_path / "half.ckpt")
+    assert rest.losses == whole.losses[3:]
+    wanted = dict(whole.named_parameters())
+    trained = [name for name, p in rest.named_parameters() if p.requires_grad]
+    assert len(trained) == 4 * (2 + 2) * 2 and all(torch.equal(rest.get_parameter(n), wanted[n]) for n in trained)
+    after = {n.removeprefix("model."): p for n, p in rest.named_parameters() if p.dtype == torch.uint8}
+    assert len(after) == len(before)
+    for name, now in after.items():  # the experts moved below the wrappers of their adapters
+        assert torch.equal(now, before[name.replace(".experts.base_layer.base_layer.", ".experts.")])
+
+    stored = torch.load(tmp_path / "half.ckpt", weights_only=False)
+    assert sorted(stored["state_dict"]) == sorted(trained)
+    size = sum(wanted[name].nbytes for name in trained) + state_bytes(stored["optimizer_states"])
+    assert (tmp_path / "half.ckpt").stat().st_size <= 1.1 * size + 40_000  # 40 kB for a pickle of some 100 names
+
+    name = next(key for key in stored["state_dict"] if ".experts." in key)
+    del stored["state_dict"][name]
+    torch.save(stored, tmp_path / "broken.ckpt")
+    with pytest.raises(ModelError, match=name.replace(".", r"\.")):
+        fit(packed, tmp_path, 6, late, ckpt_path=tmp_path / "broken.ckpt")
+
+
+def test_case_17_resume_with_trained_embeddings(tmp_path: Path) -> None:
+    def make() -> Any:
+        return lora(tiny_llama(), modules_to_save=["embed_tokens", "lm_head"])
+
+    _, whole = fit(make, tmp_path, 6)
+    trainer, _ = fit(make, tmp_path, 3)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    trainer, rest = fit(make, tmp_path, 6, ckpt_path=tmp_path / "half.ckpt")
+    assert rest.losses == whole.losses[3:]
+    wanted = dict(whole.named_parameters())
+    assert all(torch.equal(p, wanted[name]) for name, p in rest.named_parameters())
+
+
+def test_unknown_keys_raise_and_strict_loading_can_be_switched_off(tmp_path: Path) -> None:
+    trainer, _ = fit(lambda: lora(tiny_llama()), tmp_path, 1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    with pytest.raises(ModelError, match="unknown tensor"):
+        fit(tiny_llama, tmp_path, 2, ckpt_path=tmp_path / "one.ckpt")
+    with pytest.raises(ModelError, match="k_proj"):
+        fit(lambda: lora(tiny_llama(), ["q_proj", "v_proj", "k_proj"]), tmp_path, 2, ckpt_path=tmp_path / "one.ckpt")
+    module = module_of(pl, lambda: lora(tiny_llama(), ["q_proj", "v_proj", "k_proj"]))
+    module.strict_loading = False
+    trainer_of(pl, tmp_path, strategy="unsloth").validate(
+        module, batches(1), ckpt_path=tmp_path / "one.ckpt", verbose=False
+    )
+
+
+def test_a_checkpoint_of_another_strategy_can_be_resumed(tmp_path: Path) -> None:
+    module = module_of(pl, lambda: lora(tiny_llama()))
+    trainer = trainer_of(pl, tmp_path)
+    trainer.fit(module, batches())
+    trainer.save_checkpoint(tmp_path / "full.ckpt")
+    _, rest = fit(lambda: lora(tiny_llama()), tmp_path, 6, ckpt_path=tmp_path / "full.ckpt")
+    assert len(rest.losses) == 3
+
+
+def test_what_was_trained_and_then_frozen_is_saved_too(tmp_path: Path) -> None:
+    trainer, module = fit(tiny_llama, tmp_path, 1)
+    module.model.lm_head.requires_grad_(False)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    assert "model.lm_head.weight" in torch.load(tmp_path / "one.ckpt", weights_only=False)["state_dict"]
+
+
+def test_a_checkpoint_alone_evaluates(tmp_path: Path) -> None:
+    trainer, module = fit(packed, tmp_path, 3)
+    trainer.save_checkpoint(tmp_path / "three.ckpt")
+    (here,) = trainer.validate(module, batches(2), verbose=False)
+    (there,) = trainer_of(pl, tmp_path, strategy="unsloth").validate(
+        module_of(pl, packed), batches(2), ckpt_path=tmp_path / "three.ckpt", verbose=False
+    )
+    assert here == there

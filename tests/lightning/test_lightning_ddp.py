@@ -1,0 +1,39 @@
+"""Two gloo processes on a CPU: ranks agree bit for bit, and gradients are the mean of the single ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fitting import ROOTS, root_of
+
+pytestmark = pytest.mark.slow
+SCRIPT = Path(__file__).with_name("two_processes.py")
+
+
+def run(root: str, strategy: str, devices: int, accumulate: int, folder: Path) -> str:
+    folder.mkdir()
+    command = [sys.executable, str(SCRIPT), root, strategy, str(devices), str(accumulate), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("strategy", ["unsloth", "unsloth_ddp"])
+@pytest.mark.parametrize("root", ROOTS)
+def test_ranks_agree_and_gradients_are_the_mean(root: str, strategy: str, tmp_path: Path) -> None:
+    root_of(root)
+    printed = run(root, strategy, 2, 1, tmp_path / "two")
+    assert printed.count("unsloth-plugins on GptOss") == 1  # rank 0 only
+    run(root, strategy, 1, 2, tmp_path / "one")
+    first, second = (torch.load(tmp_path / "two" / f"rank{rank}.pt") for rank in (0, 1))
+    alone = torch.load(tmp_path / "one" / "rank0.pt")
+    assert len(first) == 4 * (2 + 2) * 2 and first.keys() == second.keys() == alone.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    torch.testing.assert_close(first, alone, rtol=0, atol=1e-6)
+    stored = torch.load(tmp_path / "two" / "last.ckpt", weights_only=False)["state_dict"]
+    assert stored.keys() == first.keys()

@@ -1,0 +1,207 @@
+"""The strategies in the real Trainer, on tiny models, against Lightning's own strategy."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import batch_of, tiny_gpt2, tiny_gpt_oss, tiny_llama
+from fitting import ROOTS, batches, classes, lora, module_of, root_of, trainer_of
+from torch.utils.data import DataLoader, RandomSampler
+
+import unsloth_plugins.lightning  # noqa: F401
+from unsloth_plugins.core import UnslothConfig, applied_to
+from unsloth_plugins.core.errors import ConfigError, ConflictError, ModelError, UnsupportedError
+
+pl = root_of("lightning.pytorch")
+
+
+def curve(make: Any, folder: Path, strategy: Any, **options: Any) -> list[float]:
+    module = module_of(pl, make)
+    trainer_of(pl, folder, strategy=strategy, **options).fit(module, batches())
+    return module.losses
+
+
+@pytest.mark.parametrize("make", [tiny_gpt_oss, tiny_llama, tiny_gpt2])
+def test_the_name_alone_is_enough_and_gives_the_same_curve(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    stock, ours = (curve(make, tmp_path, strategy) for strategy in ("auto", "unsloth"))
+    assert ours == pytest.approx(stock, abs=2e-5) and len(ours) == 3
+
+
+@pytest.mark.parametrize(("precision", "rel"), [("bf16-mixed", 5e-3), ("bf16-true", 2e-2), ("64-true", 1e-6)])
+def test_precisions(precision: str, rel: float, tmp_path: Path) -> None:
+    stock, ours = (curve(lambda: lora(tiny_llama()), tmp_path, s, precision=precision) for s in ("auto", "unsloth"))
+    assert ours == pytest.approx(stock, rel=rel)
+
+
+def test_float16_weights_are_refused_when_the_trainer_is_built(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="bf16-mixed"):
+        trainer_of(pl, tmp_path, strategy="unsloth", precision="16-true")
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_case_24_each_root_gets_classes_of_its_own(root: str, tmp_path: Path) -> None:
+    pl = root_of(root)
+    import unsloth_plugins.lightning.registration as registration
+
+    registration.install_finder()  # a second time
+    for name in ("unsloth", "unsloth_ddp"):
+        trainer = trainer_of(pl, tmp_path, strategy=name)
+        assert isinstance(trainer.strategy, pl.strategies.DDPStrategy)
+        assert type(trainer.strategy) is getattr(classes(pl), registration.STRATEGIES[name])
+    module = module_of(pl, lambda: lora(tiny_gpt_oss()))
+    trainer_of(pl, tmp_path, strategy="unsloth", max_steps=2).fit(module, batches())
+    assert len(module.losses) == 2
+    callback, module = classes(pl).UnslothCallback(), module_of(pl, lambda: lora(tiny_gpt_oss()))
+    trainer_of(pl, tmp_path, callbacks=[callback], max_steps=2).fit(module, batches())
+    assert len(module.losses) == 2 and len(callback.applied) == 1
+
+
+def test_options_have_the_names_of_the_config(tmp_path: Path) -> None:
+    import inspect
+
+    from unsloth_plugins.lightning import UnslothStrategy
+
+    strategy = UnslothStrategy(UnslothConfig(loss=None), loss_chunk_mib=64, find_unused_parameters=True)
+    assert strategy.config == UnslothConfig(loss=None, loss_chunk_mib=64)
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True}
+    spelt = inspect.signature(UnslothStrategy).parameters
+    assert [name for name in UnslothConfig.__dataclass_fields__ if name not in spelt] == []
+    for wrong, right in (("loss_chunk_mb", "loss_chunk_mib"), ("find_unused_params", "find_unused_parameters")):
+        with pytest.raises(ConfigError, match=f"Did you mean `{right}`"):
+            UnslothStrategy(**{wrong: 1})
+
+
+def test_sharding_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="unsloth_ddp"):
+        trainer_of(pl, tmp_path, strategy="unsloth_fsdp")
+
+
+def test_gradient_checkpointing_follows_the_model_or_the_option(tmp_path: Path) -> None:
+    def checkpointed() -> Any:
+        model = lora(tiny_gpt_oss())
+        model.gradient_checkpointing_enable()
+        return model
+
+    losses = []
+    for make, strategy in (
+        (lambda: lora(tiny_gpt_oss()), classes(pl).UnslothStrategy(offload_min_bytes=0)),
+        (checkpointed, classes(pl).UnslothStrategy(offload_min_bytes=0)),
+        (lambda: lora(tiny_gpt_oss()), classes(pl).UnslothStrategy(offload_min_bytes=0, gradient_checkpointing=True)),
+    ):
+        losses.append(curve(make, tmp_path, strategy))
+        (applied,) = strategy.applied
+        assert (applied.store.total_bytes > 0) == (len(losses) > 1)
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_several_models_are_all_patched_and_frozen_ones_too(tmp_path: Path) -> None:
+    module = module_of(pl, lambda: lora(tiny_llama()))
+    module.reference = torch.nn.ModuleDict({"inner": tiny_gpt_oss().requires_grad_(False)})
+    trainer = trainer_of(pl, tmp_path, strategy="unsloth")
+    trainer.fit(module, batches())
+    assert len(trainer.strategy.applied) == 2
+    assert all(applied_to(model) is not None for model in (module.model, module.reference["inner"]))
+
+
+def test_without_a_model_there_is_one_clear_message(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="model: Linear.*__init__ or configure_model"):
+        trainer_of(pl, tmp_path, strategy="unsloth").fit(module_of(pl, lambda: torch.nn.Linear(2, 2)), batches())
+
+
+def test_compiled_modules_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="torch.compile"):
+        trainer_of(pl, tmp_path, strategy="unsloth").fit(module_of(pl, lambda: torch.compile(tiny_llama())), batches())
+    with pytest.raises(ConflictError, match="torch.compile"):
+        trainer_of(pl, tmp_path, strategy="unsloth").fit(torch.compile(module_of(pl, tiny_llama)), batches())
+
+
+def test_metrics_reach_progress_bar_and_logger(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(tmp_path)
+    trainer = trainer_of(pl, tmp_path, strategy="unsloth", logger=logger, log_every_n_steps=1)
+    trainer.fit(module_of(pl, tiny_llama), batches())
+    for name in ("tokens_per_s", "peak_memory_gib"):
+        assert trainer.progress_bar_metrics[name] > 0
+    assert trainer.progress_bar_metrics["host_gib"] == 0
+    header, *rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    assert "tokens_per_s" in header and len(rows) == 3
+    assert [type(c).__name__ for c in trainer.callbacks].count("UnslothMetrics") == 0  # gone with the run
+    trainer_of(pl, tmp_path, strategy="unsloth", barebones=True, logger=None, enable_checkpointing=None).fit(
+        module_of(pl, tiny_llama), batches()
+    )
+
+
+def test_report_at_the_start_and_quiet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for strategy, reports in (("unsloth", 1), (classes(pl).UnslothStrategy(quiet=True), 0)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+            trainer_of(pl, tmp_path, strategy=strategy).fit(module_of(pl, tiny_llama), batches())
+        lines = [r for r in caplog.records if "rank_zero" in r.name and "unsloth-plugins on Llama" in r.getMessage()]
+        assert len(lines) == reports
+
+
+def test_a_shuffling_sampler_stays_with_one_process(tmp_path: Path) -> None:
+    trainer = trainer_of(pl, tmp_path, strategy="unsloth")
+    trainer.fit(module_of(pl, tiny_llama), DataLoader([batch_of(24, seed=i) for i in range(8)], 2, shuffle=True))
+    assert type(trainer.train_dataloader.sampler) is RandomSampler
+    assert trainer.world_size == 1 and not torch.distributed.is_initialized()
+
+
+def test_validate_and_predict_agree_with_stock(tmp_path: Path) -> None:
+    results = []
+    for strategy in ("auto", "unsloth"):
+        trainer, module = trainer_of(pl, tmp_path, strategy=strategy), module_of(pl, tiny_gpt_oss)
+        (metrics,) = trainer.validate(module, batches(2), verbose=False)
+        results.append((metrics["val_loss"], trainer.predict(module, batches(2))))
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_case_15_accumulation_weighs_tokens_not_batches(tmp_path: Path) -> None:
+    """Lightning averages over micro-batches; a module that counts tokens passes ``num_items_in_batch``."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for length in (3, 50, 7, 120):
+        ids = torch.randint(2, 160, (1, 120), generator=generator)
+        rows.append({"input_ids": ids, "labels": ids.where(torch.arange(120) < length, -100)})
+    whole = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+    count = sum((row["labels"][:, 1:] != -100).sum() for row in rows)
+
+    def step(module: Any, times: int, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return module.model(**batch, num_items_in_batch=count).loss * times
+
+    def sgd(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+
+    grads = []
+    for data, accumulate in (([whole], 1), (rows, 4)):
+        module = module_of(pl, lambda: lora(tiny_gpt_oss()))
+
+        module.training_step = functools.partial(step, module, accumulate)
+        module.configure_optimizers = functools.partial(sgd, module)
+        trainer = trainer_of(pl, tmp_path, strategy="unsloth", accumulate_grad_batches=accumulate, max_steps=1)
+        trainer.fit(module, DataLoader(data, batch_size=None))
+        grads.append({name: p.detach() for name, p in module.named_parameters() if p.requires_grad})
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=1e-6)
+
+
+def test_lightning_cli_takes_the_class_path(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse", reason="jsonargparse, which LightningCLI needs, is not installed")
+    from lightning.pytorch.cli import LightningCLI
+
+    (tmp_path / "config.yaml").write_text(
+        "trainer:\n  accelerator: cpu\n  logger: false\n  strategy:\n"
+        "    class_path: unsloth_plugins.lightning.UnslothStrategy\n"
+        "    init_args: {loss_chunk_mib: 64, attention: null, quiet: true}\n"
+    )
+    cli = LightningCLI(
+        type(module_of(pl, tiny_llama)), run=False, args=["--config", str(tmp_path / "config.yaml")]
+    )
+    assert cli.trainer.strategy.config == UnslothConfig(loss_chunk_mib=64, attention=None)
+    assert cli.trainer.strategy.quiet
