@@ -1,4 +1,4 @@
-"""The command line: merge, export and tokenizer. Results go to standard output, everything else to standard error."""
+"""The command line: merge, export, tokenizer, show-mask. Results go to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -228,6 +228,39 @@ def tokenizer(
             print("no faults found")
     if left or (done and dry_run):
         raise typer.Exit(1)
+
+
+@app.command("show-mask")
+def show_mask(
+    length: Annotated[int, typer.Option(help="Tokens of the row, padding included.")] = 16,
+    window: Annotated[int | None, typer.Option(help="Keys that a token sees, itself included.")] = None,
+    documents: Annotated[str | None, typer.Option(help="Lengths of packed documents, as 5,7,4.")] = None,
+    left_padding: Annotated[int, typer.Option(help="Tokens of padding before the text.")] = 0,
+    right_padding: Annotated[int, typer.Option(help="Tokens of padding after the text.")] = 0,
+    sink: Annotated[bool, typer.Option(help="The layer has a learned sink, as in gpt-oss.")] = True,
+    png: Annotated[Path | None, typer.Option(help="Write a picture here as well (needs matplotlib).")] = None,
+) -> None:
+    """Show which keys each token of a row attends to.
+
+    **Examples**
+
+    `unsloth-plugins show-mask --length 16 --window 5`
+
+    `unsloth-plugins show-mask --window 5 --documents 9,7 --png mask.png`
+    """
+    from unsloth_plugins.core.sink_attention.show import mask_png, mask_text, visible
+
+    try:
+        lengths = None if documents is None else [int(part) for part in documents.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--documents {documents!r}: lengths are numbers with commas between.") from error
+    with _errors(as_json=False):
+        mask = visible(
+            length, window=window, documents=lengths, left_padding=left_padding, right_padding=right_padding
+        )
+        if png is not None:
+            mask_png(mask, png, sink=sink)
+    sys.stdout.write(mask_text(mask, sink=sink) + "\n")
 
 
 def _finish(output: Path, needed: int, notes: list[str], what: str) -> None:

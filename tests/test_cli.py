@@ -22,7 +22,7 @@ def run(*arguments: object, status: int = 0) -> Any:
     return done
 
 
-@pytest.mark.parametrize("command", ["merge", "export", "tokenizer"])
+@pytest.mark.parametrize("command", ["merge", "export", "tokenizer", "show-mask"])
 def test_help_shows_examples(command: str) -> None:
     assert f"unsloth-plugins {command} " in run(command, "--help").output.replace("│", "")
     assert command in run("--help").output
@@ -88,3 +88,11 @@ def test_module_runs_and_importing_the_package_needs_no_typer() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "unsloth-plugins[cli]" in done.stderr
+
+
+def test_show_mask_prints_the_mask_and_draws_it(tmp_path: Path) -> None:
+    done = run("show-mask", "--length", 4, "--window", 2, "--png", tmp_path / "mask.png")
+    assert done.stdout.splitlines() == ["◆ │ ■ · · ·", "◆ │ ■ ■ · ·", "◆ │ · ■ ■ ·", "◆ │ · · ■ ■"]
+    assert (tmp_path / "mask.png").read_bytes()[:4] == b"\x89PNG"
+    assert "add up to 5" in run("show-mask", "--length", 4, "--documents", "2,3", status=1).stderr
+    assert "commas" in run("show-mask", "--documents", "2;3", status=2).output
