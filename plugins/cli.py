@@ -1,4 +1,4 @@
-"""The command line: merge, export, tokenizer, show-mask. Results go to standard output, everything else to standard error."""
+"""The command line: merge, export, tokenizer, show-mask. Results go to standard output, the rest to standard error."""
 
 from __future__ import annotations
 
@@ -152,6 +152,7 @@ def export(
     quant: Annotated[
         str, typer.Option(help="f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, or mxfp4 (gpt-oss).")
     ] = "bf16",
+    ollama: Annotated[bool, typer.Option("--ollama", help="Write a Modelfile for Ollama beside it.")] = False,
     allow_other_base: OtherBase = False,
     as_json: Json = False,
 ) -> None:
@@ -161,7 +162,7 @@ def export(
 
     **Examples**
 
-    `unsloth-plugins export merged model.gguf --quant q8_0`
+    `unsloth-plugins export merged model.gguf --quant q8_0 --ollama`
 
     `unsloth-plugins export openai/gpt-oss-20b model.gguf -a outputs/checkpoint-300 --quant mxfp4`
     """
@@ -173,13 +174,15 @@ def export(
             output,
             adapter=_adapters(adapter),
             quant=quant,
+            ollama=ollama,
             allow_other_base=allow_other_base,
             progress=progress,
         )
     if as_json:
         _print_json(asdict(report))
         return
-    _finish(report.output, report.bytes_needed, report.notes, f"{len(report.tensors)} tensors")
+    what = f"{len(report.tensors)} tensors" + (f" and {report.modelfile}" if report.modelfile else "")
+    _finish(report.output, report.bytes_needed, report.notes, what)
 
 
 @app.command()

@@ -57,6 +57,8 @@ def test_export_writes_a_gguf(tmp_path: Path) -> None:
     done = run("export", base, tmp_path / "m.gguf", "-a", tmp_path / "adapter", "--quant", "q8_0", "--json")
     assert json.loads(done.stdout)["tensors"]["blk.0.attn_q.weight"] == "q8_0"
     assert (tmp_path / "m.gguf").read_bytes()[:4] == b"GGUF"
+    done = run("export", base, tmp_path / "n.gguf", "--ollama")
+    assert "No Modelfile" in done.stderr and done.stdout == f"{tmp_path / 'n.gguf'}\n"
     done = run("export", base, tmp_path / "k.gguf", "--quant", "q4_k_m", status=1)
     assert "llama-quantize" in done.stderr.replace("\n", " ")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from unsloth_plugins.core.export.gguf_layout import Piece, add_metadata, archite
 from unsloth_plugins.core.export.gguf_vocab import add_vocabulary, load_tokenizer
 from unsloth_plugins.core.export.merge import Adapters, check_base, open_adapters
 from unsloth_plugins.core.export.merged import Merged
+from unsloth_plugins.core.export.ollama import write_modelfile
 from unsloth_plugins.core.export.tensors import Info, Progress, raw_bytes
 from unsloth_plugins.core.mxfp4.codec import BLOCK, encode
 
@@ -36,12 +38,14 @@ class GgufReport:
         tensors: GGUF name -> type.
         bytes_needed: that were checked to be free on the disk.
         notes: what llama.cpp will do otherwise, and what could not be checked.
+        modelfile: that was written for Ollama, if one was asked for and could be.
     """
 
     output: Path
     tensors: dict[str, str]
     bytes_needed: int
     notes: list[str] = field(default_factory=list)
+    modelfile: Path | None = None
 
 
 def check_type(quant: str) -> None:
@@ -68,6 +72,7 @@ def export_gguf(
     *,
     adapter: Adapters = (),
     quant: str = "bf16",
+    ollama: bool = False,
     allow_other_base: bool = False,
     progress: Progress | None = None,
 ) -> GgufReport:
@@ -80,6 +85,7 @@ def export_gguf(
         quant: "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"; or "mxfp4" for gpt-oss: experts that no
             adapter changed keep their codes exactly, the other tensors are bf16. Norms, biases, sinks and routers are
             always float32.
+        ollama: write a ``Modelfile`` beside it; if the chat template can't be taken over, a note says so.
         allow_other_base: merge although the adapter names another base.
         progress: called with bytes done, bytes in all, and the tensor's name.
 
@@ -104,7 +110,25 @@ def export_gguf(
     adapters = open_adapters(adapter)
     notes = [check_base(one, model, folder, base.source, allow_other_base) for one in adapters]
     merged = Merged(base, adapters)
-    return _write(merged, arch, output, _tokenizer(folder, adapters), quant, notes, progress)
+    tokenizer = _tokenizer(folder, adapters)
+    if ollama and (output.parent / "Modelfile").exists():
+        raise ExportError(
+            expected=f"no Modelfile in {output.parent} yet", got="one", remedy="Remove it, or choose another folder."
+        )
+    report = _write(merged, arch, output, tokenizer, quant, notes, progress)
+    if ollama:
+        try:
+            report.modelfile = write_modelfile(output, tokenizer, stop_ids=_stop_ids(folder, base.config))
+        except UnsupportedError as error:
+            notes.append(f"No Modelfile: {error}")
+    return report
+
+
+def _stop_ids(folder: Path, config: dict[str, Any]) -> list[int]:
+    path = folder / "generation_config.json"
+    generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    stops = generation.get("eos_token_id", config.get("eos_token_id"))
+    return [stops] if isinstance(stops, int) else list(stops or ())
 
 
 def _tokenizer(folder: Path, adapters: Sequence[Adapter]) -> Any:

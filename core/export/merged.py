@@ -91,26 +91,31 @@ class Merged:
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Rows as they are stored where nothing changes them, else the float32 sum."""
+        return self.before_and_after(name, begin, end)[1]
+
+    def before_and_after(self, name: str, begin: int = 0, end: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows that the low-rank terms are added to, and the sum; the same tensor where there are none."""
         change = self.changes.get(name)
         whole = change.trained or change.base if change else None
         if whole is not None:
-            rows = whole.source.read(whole.key, begin, end)
+            before = whole.source.read(whole.key, begin, end)
         else:
             stored = name if name in self.base.infos else self.base.embedding
             assert stored is not None
-            rows = self.base.read(stored, begin, end)
+            before = self.base.read(stored, begin, end)
         if change is None:
-            return rows
-        rows = rows.float()
+            return before, before
+        before = before.float()
         for part in change.trained_rows:
             values = part.source.read(part.key).float()
-            stop = begin + rows.shape[0]
+            stop = begin + before.shape[0]
             for number, row in enumerate(part.rows or ()):
                 if begin <= row < stop:
-                    rows[row - begin] = values[number]
+                    before[row - begin] = values[number]
+        after = before
         for term in change.terms:
-            rows = rows + term.rows(begin, end)
-        return rows
+            after = after + term.rows(begin, end)
+        return before, after
 
 
 def _same_whole(head: Changes, embedding: Changes) -> bool:

@@ -98,14 +98,11 @@ def _encoded(merged: Merged, name: str, info: Info, errors: dict[str, Requantise
         squares = {"sum": 0.0, "error": 0.0, "change": 0.0}
         largest = 0.0
         for begin, end in spans(info, _PIECE):
-            wide = merged.read(name, begin, end).float()
+            before, wide = (rows.float() for rows in merged.before_and_after(name, begin, end))
             blocks, scales = encode(wide.transpose(-1, -2))
             error = decode(blocks, scales).transpose(-1, -2) - wide
-            squares["sum"] += wide.double().square().sum().item()
-            squares["error"] += error.double().square().sum().item()
-            if merged.changed(name):
-                change = wide - merged.base.read(name, begin, end).float()
-                squares["change"] += change.double().square().sum().item()
+            for key, part in (("sum", wide), ("error", error), ("change", wide - before)):
+                squares[key] += torch.linalg.vector_norm(part).item() ** 2
             largest = max(largest, error.abs().max().item())
             scales_of_all.append(scales)
             yield blocks
