@@ -76,6 +76,8 @@ def _hidden(target: Path) -> Iterator[Path]:
     with (target.parent / f".{target.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
+                raise BlockingIOError  # the last holder removed this file after it was opened here
         except OSError as error:
             raise ConflictError(
                 expected=f"one process that writes {target}",
@@ -149,16 +151,15 @@ def cleaned_config(config: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
     Args:
         config: of the base.
-        settings: ``dtype`` is set wherever a dtype was named, and on top; ``vocab_size`` and ``tie_word_embeddings``
-            where they were named, and on top if they were named nowhere; ``None`` leaves a setting as it is. A
-            ``quantization_config`` is set on top.
+        settings: ``dtype`` is set wherever a dtype was named; the others on top and in ``text_config`` where they were
+            named; each on top if it was named nowhere. ``None`` leaves a setting as it is.
     """
     settings = {name: value for name, value in settings.items() if value is not None}
     named: set[str] = set()
 
-    def clean(part: Any) -> Any:
+    def clean(part: Any, of_text: bool) -> Any:
         if isinstance(part, list):
-            return [clean(each) for each in part]
+            return [clean(each, False) for each in part]
         if not isinstance(part, dict):
             return part
         out = {}
@@ -166,14 +167,12 @@ def cleaned_config(config: dict[str, Any], **settings: Any) -> dict[str, Any]:
             if key in ("quantization_config", "_pre_quantization_dtype"):
                 continue
             wanted = "dtype" if key == "torch_dtype" else key
-            if wanted in settings:
+            if wanted in settings and (of_text or wanted == "dtype"):
                 named.add(wanted)
                 value = settings[wanted]
-            out[key] = clean(value)
+            out[key] = clean(value, of_text and key == "text_config")
         return out
 
-    out: dict[str, Any] = clean(config)
-    if "dtype" in settings and "dtype" not in out and "torch_dtype" not in out:
-        named.discard("dtype")
+    out: dict[str, Any] = clean(config, True)
     out |= {name: value for name, value in settings.items() if name not in named}
     return out

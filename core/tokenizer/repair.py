@@ -155,17 +155,14 @@ def _change(finding: Finding, model: Any, tokenizer: Any, template: str | None) 
 
 def _stop_at(model: Any, number: int) -> bool:
     """Let config and generation config stop at ``number`` too; whether there was one to change."""
-    if isinstance(model, int):
-        return False
     holders = [getattr(model, "config", model), getattr(model, "generation_config", None)]
+    holders = [holder for holder in holders if holder is not None and not isinstance(holder, int)]
     for holder in holders:
-        if holder is None:
-            continue
         stops = getattr(holder, "eos_token_id", None)
         several = [stops] if isinstance(stops, int) else list(stops or ())
         if number not in several:
             holder.eos_token_id = [number, *several] if several else number
-    return True
+    return bool(holders)
 
 
 def _new_pad(model: Any, tokenizer: Any) -> str:
@@ -242,10 +239,13 @@ def _markers(tokenizer: Any) -> str | None:
                 tokenizer, chat, add_generation_prompt=prompt
             ):
                 return None
-    labels = assistant_labels(trial, CHAT)["labels"]
+    try:
+        labels = assistant_labels(trial, CHAT)["labels"]
+    except ConfigError:
+        return None  # the markers are in a part that this chat does not reach
     answer = trial.decode([label for label in labels if label >= 0])
-    if not answer.startswith(CHAT[1]["content"]):
-        return None
+    if not answer.startswith(CHAT[1]["content"] + (end_of_turn(trial) or "")):
+        return None  # the end of an answer must be learnt too
     tokenizer.chat_template = marked
     return f"generation markers added; of the probe chat they cover {answer!r}"
 

@@ -7,7 +7,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import xllamacpp
+import pytest
+
+xllamacpp = pytest.importorskip("xllamacpp", reason="needs xllamacpp, which holds llama.cpp")
 
 
 class LlamaCpp:

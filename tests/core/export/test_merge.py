@@ -25,7 +25,7 @@ from merge_cases import (
 )
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export import merge, merge_model, record_base
@@ -199,6 +199,30 @@ def test_case_16_bitsandbytes_base_is_dequantised_as_in_training(tmp_path: Path)
                 a, b = (adapter[f"base_model.model.{name.replace('weight', f'lora_{part}.weight')}"] for part in "AB")
                 weight = (weight.float() + b @ a * 2).bfloat16()
             assert torch.equal(got[name], weight), name
+
+
+def test_case_16_live_bitsandbytes_model_is_merged_as_it_computes(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    base = save_llama(tmp_path / "base", intermediate_size=128)
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=quantised, dtype=torch.float32, device_map={"": "cpu"}
+    )
+    for module in loaded.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # it would repack the weights in eval mode
+    model = get_peft_model(loaded, LoraConfig(r=4, target_modules=["q_proj", "down_proj"])).eval()
+    randomise(model)
+    merge_model(model, tmp_path / "out", dtype="fp32")
+    want, got = logits(model), logits(reload(tmp_path / "out"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    divergence = torch.nn.functional.kl_div(got.log_softmax(-1), want.log_softmax(-1), log_target=True, reduction="sum")
+    assert divergence / got[..., 0].numel() < 1e-3
 
 
 _TIED = [

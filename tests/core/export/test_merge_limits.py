@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from unsloth_plugins.core.errors import ConflictError, ExportError
 from unsloth_plugins.core.export import merge
-from unsloth_plugins.core.export.folder import appearing
+from unsloth_plugins.core.export.folder import appearing, cleaned_config
 
 MERGE = """
 import sys
@@ -121,6 +121,21 @@ def test_an_output_that_exists_or_is_being_written_is_refused(tmp_path: Path) ->
             merge(base, tmp_path / "adapter", tmp_path / "out")
     with pytest.raises(ExportError, match="does not exist yet"):
         merge(base, tmp_path / "adapter", tmp_path / "out")
+
+
+def test_config_is_cleaned_at_every_depth() -> None:
+    config = {
+        "dtype": "float32",
+        "quantization_config": {"quant_method": "mxfp4"},
+        "text_config": {"torch_dtype": "float32", "vocab_size": 5, "quantization_config": {}},
+        "audio_config": {"vocab_size": 7, "parts": [{"quantization_config": 1, "dtype": "float32"}]},
+    }
+    assert cleaned_config(config, dtype="bfloat16", vocab_size=9, tie_word_embeddings=None) == {
+        "dtype": "bfloat16",
+        "text_config": {"torch_dtype": "bfloat16", "vocab_size": 9},
+        "audio_config": {"vocab_size": 7, "parts": [{"dtype": "bfloat16"}]},
+    }
+    assert cleaned_config({"a": 1}, dtype="float16", vocab_size=3) == {"a": 1, "dtype": "float16", "vocab_size": 3}
 
 
 @pytest.mark.parametrize("damage", ["cut", "shard", "config"])

@@ -150,6 +150,14 @@ def test_dry_run_names_everything_and_changes_nothing() -> None:
     assert repair_tokenizer(model, tokenizer).done == [] and check_tokenizer(model, tokenizer) == []
 
 
+def test_a_number_of_rows_stands_for_the_model() -> None:
+    broken = dict(eos_token="</s>", pad_token=None, chat_template=PLAIN_CHATML)
+    plan = repair_tokenizer(160, chat_tokenizer(**broken), dry_run=True)
+    tokenizer = chat_tokenizer(**broken)
+    assert repair_tokenizer(160, tokenizer).done == plan.done and len(plan.done) == 3
+    assert check_tokenizer(160, tokenizer) == []
+
+
 def test_the_end_token_follows_the_template_and_the_model_stops_there() -> None:
     """What a GGUF of SmolLM2 gives: its end token is the start of a turn, and there is no padding."""
     tokenizer = chat_tokenizer(eos_token="<|im_start|>", pad_token=None)
@@ -213,6 +221,12 @@ def test_case_35_markers_are_added_where_the_text_stays_equal() -> None:
     assert tokenizer.decode(kept) == "the dog<|im_end|>lazy<|im_end|>"
     with pytest.raises(ConfigError, match="no assistant spoke"):
         assistant_labels(tokenizer, chat[:1])
+    unreached = PLAIN_CHATML.replace("{{'<|im", "{% if message.role == 'tool' %}{{'<|im", 1) + "{% endif %}{% endfor %}"
+    unreached = unreached.replace("{% endfor %}", "{% endif %}{% endfor %}", 1).removesuffix("{% endif %}{% endfor %}")
+    tokenizer.chat_template = unreached + "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert with_markers(tokenizer.chat_template) and repair_tokenizer(160, tokenizer).done == []
+    tokenizer.chat_template = PLAIN_CHATML.replace(" + '<|im_end|>'", "}}{{ '<|im_end|>'")
+    assert with_markers(tokenizer.chat_template) and repair_tokenizer(160, tokenizer).done == []
     odd = "{% for message in messages %}{{ render(message) }}{% endfor %}"
     assert with_markers(odd) is None
 
