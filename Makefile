@@ -31,7 +31,7 @@ test-all: test test-slow
 	test -x .venv-axolotl/bin/python || python3 -m venv .venv-axolotl
 	.venv-axolotl/bin/pip install -q $(TORCH)
 	.venv-axolotl/bin/pip install -q --no-deps $(TRITON)
-	.venv-axolotl/bin/pip install -q $(AXOLOTL) pytest pytest-timeout 'setuptools>=77'
+	.venv-axolotl/bin/pip install -q $(AXOLOTL) 'lightning>=2.6' pytest pytest-timeout 'setuptools>=77'
 	.venv-axolotl/bin/pip install -q --no-deps -e .
 	touch $@
 
