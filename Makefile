@@ -1,11 +1,13 @@
 # Pinned so that a machine without a GPU gets the same versions every time; override with `make TORCH=...`.
 TORCH ?= torch==2.13.0
 TRITON ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),triton==3.7.1)  # no wheel elsewhere
+# Axolotl pins transformers, peft and more to versions of its own: it gets an environment of its own.
+AXOLOTL ?= axolotl==0.19.0
 
 BIN := .venv/bin
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: train test test-slow test-all lint gpu-test bench clean
+.PHONY: train test test-slow test-all test-axolotl lint gpu-test bench clean
 
 .venv/.ready: pyproject.toml
 	test -x $(BIN)/python || python3 -m venv .venv
@@ -25,6 +27,17 @@ test-slow: .venv/.ready
 
 test-all: test test-slow
 
+.venv-axolotl/.ready: pyproject.toml
+	test -x .venv-axolotl/bin/python || python3 -m venv .venv-axolotl
+	.venv-axolotl/bin/pip install -q $(TORCH)
+	.venv-axolotl/bin/pip install -q --no-deps $(TRITON)
+	.venv-axolotl/bin/pip install -q $(AXOLOTL) 'lightning>=2.6' pytest pytest-timeout 'setuptools>=77'
+	.venv-axolotl/bin/pip install -q --no-deps -e .
+	touch $@
+
+test-axolotl: .venv-axolotl/.ready
+	.venv-axolotl/bin/python -m pytest -q tests/axolotl
+
 gpu-test: .venv/.ready
 	$(PYTEST) -q -m gpu
 
@@ -42,4 +55,4 @@ lint: .venv/.ready
 	PYTHONPATH=build/tree $(BIN)/lint-imports
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-axolotl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

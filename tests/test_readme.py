@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,11 @@ from torch.utils.data import DataLoader
 
 import unsloth_plugins
 
+ROOT = Path(__file__).parents[1]
+
 
 @pytest.mark.slow
-def test_lightning_by_hand(tmp_path: Path) -> None:
+def test_applying_by_hand_in_lightning(tmp_path: Path) -> None:
     from lightning.pytorch import LightningModule, Trainer
 
     class Module(LightningModule):
@@ -47,8 +51,14 @@ def test_lightning_by_hand(tmp_path: Path) -> None:
 
 
 def test_relative_links_lead_somewhere() -> None:
-    import re
+    for readme in (ROOT / "README.md", *ROOT.glob("plugins/*/README.md")):
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", readme.read_text())
+        assert links and all((readme.parent / link).exists() for link in links)
 
-    root = Path(__file__).parents[1]
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", (root / "README.md").read_text())
-    assert links and all((root / link).exists() for link in links)
+
+@pytest.mark.parametrize("adapter", ["lightning", "axolotl"])
+def test_the_option_tables_are_those_of_the_config(adapter: str) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `?\"?(\w+)", (ROOT / "plugins" / adapter / "README.md").read_text(), re.M)
+    table = dict(rows)
+    for field in dataclasses.fields(unsloth_plugins.UnslothConfig):
+        assert table[field.name] == str(field.default)

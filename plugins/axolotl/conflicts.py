@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from unsloth_plugins.core import UnslothConfig
-from unsloth_plugins.core.errors import ConflictError
+from unsloth_plugins.core.errors import ConflictError, UnsupportedError
 
 _ACTIVATIONS = "one owner of checkpointed activations"
 _OWN = "set `gradient_checkpointing: true`; the inputs of the layers then wait in host memory"
@@ -94,6 +96,7 @@ def check_packed(data: Mapping[str, Any]) -> None:
 
     Raises:
         ConflictError: naming the line to change.
+        UnsupportedError: adapters on packed experts are to be merged.
     """
     expected = "an MXFP4 base that keeps its own 4 bits"
     why = "the experts are packed in 4 bits already, and nothing else is quantized"
@@ -104,3 +107,12 @@ def check_packed(data: Mapping[str, Any]) -> None:
         raise _conflict(
             expected, "overrides_of_model_config: {quantization_config: ...}", "quantization_config:", why
         )
+    adapter = Path(data.get("lora_model_dir") or data.get("output_dir") or ".") / "adapter_config.json"
+    if data.get("merge_lora") and adapter.is_file():
+        adapted = json.loads(adapter.read_text(encoding="utf-8")).get("target_parameters") or []
+        if on_experts := [name for name in adapted if ".experts." in name]:
+            raise UnsupportedError(
+                expected="an adapter on attention only, for merge-lora into an MXFP4 base",
+                got=f"one on {', '.join(on_experts)} too, which Axolotl would leave out of the result without a word",
+                remedy="Use the adapter as it is: `axolotl inference`, or PEFT on top of core.mxfp4.load_mxfp4.",
+            )

@@ -38,6 +38,20 @@ def write_assets(folder: Path, model: Any) -> None:
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_adapter(folder: Path, model: Any, targets: list[str], **options: Any) -> str:
+    """A fresh LoRA adapter on disk. Axolotl does not seed the one that it makes, so runs could not be compared."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import set_seed
+
+    from unsloth_plugins.core import apply
+
+    set_seed(3)
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, **options))
+    apply(adapted)  # adds adapters on experts
+    adapted.save_pretrained(folder / "adapter")
+    return str(folder / "adapter")
+
+
 def config(folder: Path, **options: Any) -> dict[str, Any]:
     """The smallest config that trains on a CPU, with our plugin. ``None`` removes a key."""
     settings: dict[str, Any] = dict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from axolotl_runs import PLUGIN, config, write_assets
 from conftest import tiny_gpt_oss, tiny_llama
 
 from unsloth_plugins.core import UnslothConfig
-from unsloth_plugins.core.errors import ConflictError
+from unsloth_plugins.core.errors import ConflictError, UnsupportedError
 from unsloth_plugins.core.mxfp4 import pack_experts
 
 
@@ -168,6 +169,18 @@ def test_case_25_qlora_on_a_packed_base(packed: Path) -> None:
         load(packed, adapter="qlora", load_in_8bit=True)
     with pytest.raises(ConflictError, match="Remove `model_quantization_config:`"):
         load(packed, model_quantization_config="Mxfp4Config")
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_merging_would_drop_adapters_on_packed_experts(experts: bool, packed: Path, tmp_path: Path) -> None:
+    targets = {"target_parameters": ["mlp.experts.down_proj"] if experts else None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(targets))
+    options = {"merge_lora": True, "output_dir": str(tmp_path), "attn_implementation": None}
+    if experts:
+        with pytest.raises(UnsupportedError, match="mlp.experts.down_proj"):
+            load(packed, **options)
+    else:
+        load(packed, **options)
 
 
 def test_a_failed_import_of_ours_stops_axolotl(folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from axolotl_runs import axolotl, config, losses, state, write_assets
+from axolotl_runs import axolotl, config, losses, state, write_adapter, write_assets
 from conftest import tiny_gpt_oss, tiny_llama
 from safetensors.torch import load_file
 
@@ -21,10 +21,11 @@ SAVE = {"save_strategy": "steps", "save_steps": 3}
 @pytest.mark.parametrize("make", [tiny_gpt_oss, tiny_llama])
 def test_the_plugin_line_is_enough_and_gives_the_same_curve(make: Any, tmp_path: Path) -> None:
     write_assets(tmp_path, make())
-    stock = config(tmp_path, plugins=None, output_dir=str(tmp_path / "stock"), lora_mlp_kernel=False, **SAVE)
+    start = {"lora_model_dir": write_adapter(tmp_path, make(), ["q_proj", "v_proj"])}
+    stock = config(tmp_path, plugins=None, output_dir=str(tmp_path / "stock"), lora_mlp_kernel=False, **start, **SAVE)
     stock |= {"lora_qkv_kernel": False, "lora_o_kernel": False, "lora_embedding_kernel": False}
     axolotl("train", stock, tmp_path)
-    printed = axolotl("train", config(tmp_path, unsloth={"offload_min_bytes": 0}, **SAVE), tmp_path)
+    printed = axolotl("train", config(tmp_path, unsloth={"offload_min_bytes": 0}, **start, **SAVE), tmp_path)
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "stock"), abs=2e-5)
     (first, *_) = state(tmp_path / "out")["log_history"]
     assert first["tokens_per_s"] > 0 and first["peak_memory_gib"] > 0 and first["host_gib"] > 0
@@ -57,10 +58,12 @@ def test_case_25_one_step_on_a_packed_base(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_case_17_resume_continues_bit_equal(packed: bool, tmp_path: Path) -> None:
-    write_assets(tmp_path, pack_experts(tiny_gpt_oss()) if packed else tiny_llama())
-    options: dict[str, Any] = dict(lora_target_modules=EXPERTS, lora_dropout=0.0, **SAVE)
-    if not packed:
-        options |= dict(lora_modules_to_save=["embed_tokens", "lm_head"], lora_dropout=0.3)
+    def make() -> Any:
+        return pack_experts(tiny_gpt_oss()) if packed else tiny_llama()
+
+    extra: dict[str, Any] = {} if packed else dict(modules_to_save=["embed_tokens", "lm_head"], lora_dropout=0.3)
+    write_assets(tmp_path, make())
+    options: dict[str, Any] = dict(lora_model_dir=write_adapter(tmp_path, make(), EXPERTS, **extra), **SAVE)
     whole, half = tmp_path / "whole", tmp_path / "half"
     axolotl("train", config(tmp_path, output_dir=str(whole), max_steps=6, **options), tmp_path)
     axolotl("train", config(tmp_path, output_dir=str(half), max_steps=3, **options), tmp_path)
