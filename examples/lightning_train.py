@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from assets import smollm2_dir, sotu_texts
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from rich.console import Console
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import RandomSampler
 from train import adapted, is_mxfp4, read_texts, windows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,13 +48,31 @@ class Module(LightningModule):
         return torch.optim.AdamW(trained, lr=2e-4, weight_decay=0.0)
 
 
-def loader_of(rows: list[dict[str, list[int]]], skip: int = 0) -> DataLoader:
+class Rows:
     """One row a step, in the order in which transformers' Trainer draws them with seed 0.
 
-    Lightning starts a plain loader anew when it resumes, so a resumed run skips the rows that were seen.
+    It tells Lightning where it is, which starts loaders that don't anew when it resumes.
     """
-    order = list(RandomSampler(rows, generator=torch.Generator().manual_seed(0)))[skip:]
-    return DataLoader([{key: torch.tensor([rows[i][key]]) for key in rows[i]} for i in order], batch_size=None)
+
+    def __init__(self, rows: list[dict[str, list[int]]]) -> None:
+        order = RandomSampler(rows, generator=torch.Generator().manual_seed(0))
+        self.rows = [{key: torch.tensor([rows[i][key]]) for key in rows[i]} for i in order]
+        self.seen = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while self.seen < len(self.rows):
+            self.seen += 1
+            yield self.rows[self.seen - 1]
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
 
 
 def main() -> int:
@@ -85,8 +104,7 @@ def main() -> int:
             strategy=strategy, max_steps=steps, logger=False, enable_checkpointing=False, enable_model_summary=False
         )
         module = Module(make)
-        loader = loader_of(rows, skip=options.steps // 2 if resume else 0)
-        trainer.fit(module, loader, ckpt_path=resume, weights_only=False)
+        trainer.fit(module, Rows(rows), ckpt_path=resume, weights_only=False)
         return trainer, module.losses
 
     trainer, ours = fit("with strategy='unsloth'", "unsloth", options.steps)
