@@ -20,14 +20,12 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from unsloth_plugins.core.device import on
-from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
+from unsloth_plugins.core.experts.matmul import RANK_STEP, ExpertLora, Weight
 from unsloth_plugins.core.mxfp4.weight import PackedWeight
 from unsloth_plugins.core.offload.tail import Kept, keep
 
 TILE = 8192
 """Tokens of one tile: enough rows to run grouped GEMMs at full speed."""
-
-_RANK_STEP = 8  # `torch._grouped_mm` wants strides of whole 16 bytes
 
 
 @dataclass(eq=False)
@@ -67,7 +65,7 @@ def _projection(weight: Weight, a: torch.Tensor | None, b: torch.Tensor | None, 
     n_experts, inputs, outputs = weight.shape
     if a is None or b is None:
         return _Projection(weight.dense(dtype) if isinstance(weight, PackedWeight) else weight, None)
-    padding = -a.shape[1] % _RANK_STEP
+    padding = -a.shape[1] % RANK_STEP
     a_ErI = F.pad((a.detach().float() * s).to(dtype), (0, 0, 0, padding)).contiguous()
     rank = a_ErI.shape[1]
     if isinstance(weight, PackedWeight):  # stored by outputs: the appended part lies in further columns

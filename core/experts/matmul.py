@@ -18,7 +18,7 @@ from unsloth_plugins.core.mxfp4.weight import PackedWeight
 Weight = torch.Tensor | PackedWeight
 """[E, I, O]: dense, or packed and frozen."""
 
-_RANK_STEP = 8  # `torch._grouped_mm` wants strides of whole 16 bytes
+RANK_STEP = 8  # `torch._grouped_mm` wants strides of whole 16 bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ def grouped_matmul(
         y_MO = torch._grouped_mm(x_MI, weight, offs=ends_E)
     for term in lora:
         a_ErI, b_ErO = term.a_ErI.to(x_MI.dtype), term.b_ErO.to(x_MI.dtype)
-        if missing := -a_ErI.shape[1] % _RANK_STEP:
+        if missing := -a_ErI.shape[1] % RANK_STEP:
             a_ErI, b_ErO = F.pad(a_ErI, (0, 0, 0, missing)), F.pad(b_ErO, (0, 0, 0, missing))
         xa_Mr = torch._grouped_mm(F.dropout(x_MI, term.dropout), a_ErI.contiguous().transpose(-1, -2), offs=ends_E)
         y_MO = y_MO + torch._grouped_mm(xa_Mr * term.scaling, b_ErO.contiguous(), offs=ends_E)
