@@ -110,7 +110,8 @@ def merge(
 ) -> None:
     """Merge LoRA adapters into their base: safetensors that transformers and vLLM load.
 
-    Dequantises the base, adds in float32, rounds once. The folder appears when it is complete.
+    Dequantises the base, adds in float32, rounds once. The folder appears when it is complete; after a kill, the same
+    command goes on where it was.
 
     **Examples**
 
@@ -141,7 +142,10 @@ def merge(
             over = "-" if error.error_over_change is None else f"{error.error_over_change:.3f}"
             table.add_row(name, f"{error.relative_error:.4f}", over)
         _err.print(table)
-    _finish(report.output, report.bytes_needed, report.notes, f"{len(report.merged)} tensors merged")
+    what = f"{len(report.merged)} tensors merged"
+    if report.resumed:
+        what += f"; {len(report.resumed)} of {len(report.files)} weight files were there from a run that was stopped"
+    _finish(report.output, report.bytes_needed, report.notes, what)
 
 
 @app.command()

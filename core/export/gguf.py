@@ -17,9 +17,10 @@ from unsloth_plugins.core.export.base import open_base, resolve_folder, spans
 from unsloth_plugins.core.export.folder import appearing_file, check_space
 from unsloth_plugins.core.export.gguf_layout import Piece, add_metadata, architecture_of, pieces_of
 from unsloth_plugins.core.export.gguf_vocab import add_vocabulary, load_tokenizer
-from unsloth_plugins.core.export.merge import Adapters, check_base, open_adapters
+from unsloth_plugins.core.export.merge import Adapters, open_adapters
 from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.ollama import write_modelfile
+from unsloth_plugins.core.export.provenance import check_base
 from unsloth_plugins.core.export.tensors import Info, Progress, raw_bytes
 from unsloth_plugins.core.mxfp4.codec import BLOCK, encode
 

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
-import platform
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
+from unsloth_plugins.core.errors import ConfigError, ExportError
 from unsloth_plugins.core.export.adapter import Adapter
 from unsloth_plugins.core.export.base import Base, base_of_model, fingerprint, open_base, resolve_folder, spans
 from unsloth_plugins.core.export.folder import appearing, check_space, cleaned_config, copy_files, side_files
+from unsloth_plugins.core.export.journal import Journal
 from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.packed import Requantised, packed_outputs
-from unsloth_plugins.core.export.tensors import Info, Output, Progress, Source, write_shards
+from unsloth_plugins.core.export.provenance import MANIFEST, check_base, manifest_of, plan_of, record_base
+from unsloth_plugins.core.export.tensors import FileTensors, Info, Output, Progress, write_shards
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES = (*_DTYPES, "mxfp4")
-MANIFEST = "export_manifest.json"
-BASE_RECORD = "base_record.json"
 SHARD_BYTES = 4 << 30
 _MARGIN = 1 << 20  # for headers, index, manifest
 Adapters = str | Path | Sequence[str | Path] | Mapping[str, float]
@@ -45,6 +42,7 @@ class MergeReport:
         merged: names of the tensors that differ from the base's.
         requantised: for MXFP4, the error of each merged tensor.
         notes: what could not be checked, and what was decided.
+        resumed: the weight files that a run which was stopped had finished already.
     """
 
     output: Path
@@ -53,6 +51,7 @@ class MergeReport:
     merged: list[str]
     requantised: dict[str, Requantised] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    resumed: list[str] = field(default_factory=list)
 
 
 def merge(
@@ -71,7 +70,8 @@ def merge(
         base: folder or hub id of the model that the adapter was trained on: 16 or 32 bits, MXFP4, or 4 bits of
             bitsandbytes, which are dequantised as they were in training.
         adapter: a PEFT folder, several, or folder -> weight.
-        output: must not exist. It appears when it is complete.
+        output: must not exist. It appears when it is complete. If a run to it was killed, the same call goes on after
+            the weight files that it had finished, checked by their hashes; a call with anything else starts over.
         dtype: "bf16", "fp16", "fp32": the layout that transformers loads; "mxfp4": gpt-oss with packed experts, of
             which only the merged ones are quantised again, and everything else keeps its dtype.
         max_shard_bytes: of one weight file; a larger tensor gets a file of its own.
@@ -104,7 +104,7 @@ def merge_model(
 
     Args:
         model: a ``PeftModel`` with one active adapter. Saved to disk first.
-        output, dtype, max_shard_bytes, progress: see ``merge``.
+        output, dtype, max_shard_bytes, progress: see ``merge``. A killed run is not resumed: live weights change.
         adapter_output: keep the saved adapter here. By default it lives only while the merge runs.
 
     Raises:
@@ -152,66 +152,6 @@ def open_adapters(adapter: Adapters) -> list[Adapter]:
     return [Adapter(Path(folder).expanduser(), float(weight)) for folder, weight in weighted]
 
 
-def record_base(adapter_folder: str | Path, base: str | Path | Source) -> None:
-    """Write into an adapter folder which weights it was trained on, so that a merge can check it by content.
-
-    Args:
-        adapter_folder: that ``save_pretrained`` wrote.
-        base: the base model's folder, or its tensors.
-    """
-    source = open_base(Path(base)).source if isinstance(base, (str, Path)) else base
-    record = {"base_fingerprint": fingerprint(source)}
-    (Path(adapter_folder) / BASE_RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source, allow_other: bool) -> str:
-    """Compare the base with what the adapter says of its own.
-
-    Returns:
-        How it was checked.
-
-    Raises:
-        ExportError: it is another one, and that was not allowed.
-    """
-    record = adapter.folder / BASE_RECORD
-    named = str(adapter.config.get("base_model_name_or_path") or "")
-    if record.is_file():
-        wanted = json.loads(record.read_text(encoding="utf-8"))["base_fingerprint"]
-        same, how = fingerprint(source) == wanted, "by the fingerprint of its tensors"
-    elif not named:
-        note = f"{adapter.folder} does not name its base: not checked."
-        _log.warning(note)
-        return note
-    else:
-        same, how = _same_name(named, str(given), folder, source), f"by the name {named!r}"
-    if same:
-        return f"Base of {adapter.folder} checked {how}."
-    if allow_other:
-        note = f"{adapter.folder} was trained on another base ({how}); merged because that was allowed."
-        _log.warning(note)
-        return note
-    raise ExportError(
-        expected=f"the base that {adapter.folder} was trained on ({named or 'recorded by its tensors'})",
-        got=f"{given}, which differs {how}",
-        remedy="Give the right base; if this one has the same weights under another name, allow another base "
-        "(allow_other_base=True, --allow-other-base).",
-    )
-
-
-def _same_name(named: str, given: str, folder: Path, source: Source) -> bool:
-    there = Path(named).expanduser()
-    if there.is_dir():
-        if there.resolve() == folder.resolve():
-            return True
-        try:
-            return fingerprint(open_base(there).source) == fingerprint(source)
-        except (ExportError, UnsupportedError):
-            return False
-    path = folder.resolve().as_posix()
-    in_cache = "/models--" + named.replace("/", "--") + "/snapshots/" in path + "/"
-    return given == named or in_cache or path.endswith("/" + named.strip("/")) or folder.name == there.name
-
-
 def _write(
     base: Base,
     folder: Path | None,
@@ -236,15 +176,30 @@ def _write(
     _log.info("%s needs %s bytes", output, f"{report.bytes_needed:,}")
     if base.tied and not merged.tied:
         notes.append("The head is no longer the embedding: it was written as a tensor of its own.")
-    with appearing(output) as place:
-        report.files = write_shards(place, outputs, max_bytes=max_shard_bytes, progress=progress)
+    plan = plan_of(base.source, adapters, outputs, where, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    with appearing(output, resumable=isinstance(base.source, FileTensors)) as place:
+        journal = Journal(place, plan, report.requantised)
+        hashes = write_shards(place, outputs, max_bytes=max_shard_bytes, finished=journal, progress=progress)
+        report.files, report.resumed = list(hashes), journal.resumed
+        if journal.note:
+            notes.append(journal.note)
         copy_files(files, place)
         for name, text in (extra_files or {}).items():
             (place / name).write_text(text, encoding="utf-8")
-        manifest = _manifest(merged, adapters, dtype, where, report)
+        manifest = manifest_of(
+            merged,
+            adapters,
+            dtype,
+            where,
+            changed=report.merged,
+            requantised=report.requantised,
+            notes=notes,
+            files=hashes,
+        )
         (place / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         config = _config(merged, dtype)
         (place / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        journal.close()
     return report
 
 
@@ -285,45 +240,3 @@ def _config(merged: Merged, dtype: str) -> dict[str, Any]:
     published = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     packing = kept or {"quant_method": "mxfp4", "modules_to_not_convert": published}
     return cleaned_config(base.config, quantization_config=packing, **settings)
-
-
-def _manifest(
-    merged: Merged, adapters: Sequence[Adapter], dtype: str, where: dict[str, str], report: MergeReport
-) -> dict[str, Any]:
-    hashes: dict[str, str] = {}
-    for name in report.merged:
-        if name in merged.base.infos:
-            hashes |= merged.base.hashes(name)
-    return {
-        **where,
-        "dtype": dtype,
-        "adapters": [
-            {
-                "folder": str(adapter.folder),
-                "weight": adapter.weight,
-                "file": adapter.file.name,
-                "sha256": _file_hash(adapter.file),
-                "named_base": adapter.config.get("base_model_name_or_path"),
-            }
-            for adapter in adapters
-        ],
-        "merged": report.merged,
-        "base_sha256": hashes,
-        "requantised": {name: vars(error) for name, error in report.requantised.items()},
-        "notes": report.notes,
-        "files": report.files,
-        "versions": {"python": platform.python_version()} | _versions("unsloth-plugins", "torch", "peft"),
-    }
-
-
-def _versions(*names: str) -> dict[str, str]:
-    found = {}
-    for name in names:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def _file_hash(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -113,6 +113,9 @@ def _encoded(merged: Merged, name: str, info: Info, errors: dict[str, Requantise
         )
 
     def scales() -> Iterator[torch.Tensor]:
+        if not scales_of_all:  # the blocks are in a file that an earlier run finished
+            for _ in blocks_of_all():
+                pass
         yield from scales_of_all
         scales_of_all.clear()
 
