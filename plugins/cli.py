@@ -154,8 +154,17 @@ def export(
     output: Annotated[Path, typer.Argument(help="GGUF file to write. It must not exist.")],
     adapter: AdapterOption = None,
     quant: Annotated[
-        str, typer.Option(help="f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, or mxfp4 (gpt-oss).")
-    ] = "bf16",
+        str | None,
+        typer.Option(
+            help="f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, or mxfp4 (gpt-oss). Default: bf16; f16 for an adapter."
+        ),
+    ] = None,
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Write the LoRA matrices alone, for llama.cpp's --lora.")
+    ] = False,
+    max_shard_gb: Annotated[
+        float | None, typer.Option(help="Cut into files of at most so many GB (10^9 bytes). Default: one file.")
+    ] = None,
     ollama: Annotated[bool, typer.Option("--ollama", help="Write a Modelfile for Ollama beside it.")] = False,
     allow_other_base: OtherBase = False,
     as_json: Json = False,
@@ -169,19 +178,23 @@ def export(
     `unsloth-plugins export merged model.gguf --quant q8_0 --ollama`
 
     `unsloth-plugins export openai/gpt-oss-20b model.gguf -a outputs/checkpoint-300 --quant mxfp4`
-    """
-    from unsloth_plugins.core.export import export_gguf
 
+    `unsloth-plugins export openai/gpt-oss-20b lora.gguf -a outputs/checkpoint-300 --adapter-only`
+    """
+    from unsloth_plugins.core.export import export_gguf, export_gguf_adapter
+
+    if adapter_only and (ollama or max_shard_gb is not None):
+        raise typer.BadParameter("--adapter-only goes without --ollama and --max-shard-gb.")
     with _errors(as_json), _bar(as_json) as progress:
-        report = export_gguf(
-            model,
-            output,
-            adapter=_adapters(adapter),
-            quant=quant,
-            ollama=ollama,
-            allow_other_base=allow_other_base,
-            progress=progress,
-        )
+        adapters = _adapters(adapter)
+        options: dict[str, Any] = dict(allow_other_base=allow_other_base, progress=progress)
+        if adapter_only:
+            report = export_gguf_adapter(model, adapters, output, quant=quant or "f16", **options)
+        else:
+            shard = None if max_shard_gb is None else int(max_shard_gb * 1e9)
+            report = export_gguf(
+                model, output, adapter=adapters, quant=quant or "bf16", max_shard_bytes=shard, ollama=ollama, **options
+            )
     if as_json:
         _print_json(asdict(report))
         return

@@ -52,17 +52,21 @@ class Term:
 
     def rows(self, begin: int, end: int | None) -> torch.Tensor:
         """Rows of the sum in float32."""
-        a, b = (self.source.read(name).float() for name in (self.a, self.b))
+        a, b = self.factors()
         if self.layout == "linear":
             return (b[begin:end] @ a) * self.scaling
-        if self.layout == "transposed":
+        if self.layout in ("transposed", "embedding"):
             return (a.T[begin:end] @ b.T) * self.scaling
-        if self.layout == "embedding":
-            return (a.T[begin:end] @ b.T) * self.scaling
-        a_ErI = a.view(self.n_experts, -1, a.shape[-1])[begin:end]
-        b_EOr = b.view(b.shape[0], -1, self.n_experts).permute(2, 0, 1)[begin:end]
-        delta = torch.bmm(b_EOr, a_ErI) * self.scaling
+        delta = torch.bmm(b[begin:end], a[begin:end]) * self.scaling
         return delta.transpose(-1, -2) if self.layout == "experts_transposed" else delta
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [r, in] and B [out, r] in float32; for experts [E, r, in] and [E, out, r]."""
+        a, b = (self.source.read(name).float() for name in (self.a, self.b))
+        if not self.layout.startswith("experts"):
+            return a, b
+        b_EOr = b.view(b.shape[0], -1, self.n_experts).permute(2, 0, 1)
+        return a.view(self.n_experts, -1, a.shape[-1]), b_EOr
 
     def shape(self) -> tuple[int, ...]:
         """Of the tensor that this is added to."""

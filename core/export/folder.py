@@ -79,6 +79,21 @@ def appearing_file(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def appearing_files(targets: Sequence[Path]) -> Iterator[Path]:
+    """A hidden folder, in which the block writes a file of each target's name. They appear the first one last.
+
+    Raises:
+        ExportError: the first target exists. Others without it are leftovers of a killed run, and are replaced.
+        ConflictError: another process is writing to it now.
+    """
+    with _hidden(targets[0]) as hidden:
+        hidden.mkdir()
+        yield hidden
+        for target in reversed(targets):
+            _appear(hidden / target.name, target)
+
+
+@contextlib.contextmanager
 def _hidden(target: Path, resumable: bool = False) -> Iterator[Path]:
     if target.exists():
         raise ExportError(

@@ -15,9 +15,11 @@ xllamacpp = pytest.importorskip("xllamacpp", reason="needs xllamacpp, which hold
 class LlamaCpp:
     """A loaded GGUF; use it as a context manager, so that the server ends with the test."""
 
-    def __init__(self, file: Path, context: int = 256) -> None:
+    def __init__(self, file: Path, context: int = 256, lora: Path | None = None) -> None:
         params = xllamacpp.CommonParams()
         params.model.path = str(file)
+        if lora is not None:
+            params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(lora), 1.0)]
         params.n_ctx = context
         params.n_parallel = 1
         params.warmup = False
