@@ -103,7 +103,7 @@ def merge(
     base: Annotated[str, typer.Argument(help="Folder or hub id of the model that the adapter was trained on.")],
     output: Annotated[Path, typer.Argument(help="Folder to write. It must not exist.")],
     adapter: AdapterOption = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, or mxfp4 (gpt-oss).")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, mxfp4 (gpt-oss), or nf4 (bitsandbytes).")] = "bf16",
     max_shard_gb: Annotated[float, typer.Option(help="Largest weight file in GB (10^9 bytes).")] = 4.0,
     allow_other_base: OtherBase = False,
     as_json: Json = False,
@@ -137,7 +137,7 @@ def merge(
         _print_json(asdict(report))
         return
     if report.requantised:
-        table = Table("requantised tensor", "relative error", "error / change", title="Rounding to MXFP4")
+        table = Table("requantised tensor", "relative error", "error / change", title="Rounding to 4 bits")
         for name, error in report.requantised.items():
             over = "-" if error.error_over_change is None else f"{error.error_over_change:.3f}"
             table.add_row(name, f"{error.relative_error:.4f}", over)

@@ -14,18 +14,19 @@ from typing import Any
 import torch
 
 from unsloth_plugins.core.errors import ConfigError, ExportError
+from unsloth_plugins.core.export import four_bit
 from unsloth_plugins.core.export.adapter import Adapter
 from unsloth_plugins.core.export.base import Base, base_of_model, fingerprint, open_base, resolve_folder, spans
 from unsloth_plugins.core.export.folder import appearing, check_space, cleaned_config, copy_files, side_files
 from unsloth_plugins.core.export.journal import Journal
 from unsloth_plugins.core.export.merged import Merged
-from unsloth_plugins.core.export.packed import Requantised, packed_outputs
+from unsloth_plugins.core.export.packed import Requantised, packed_outputs, quantization_of
 from unsloth_plugins.core.export.provenance import MANIFEST, check_base, manifest_of, plan_of, record_base
 from unsloth_plugins.core.export.tensors import FileTensors, Info, Output, Progress, write_shards
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DTYPES = (*_DTYPES, "mxfp4")
+DTYPES = (*_DTYPES, "mxfp4", "nf4")
 SHARD_BYTES = 4 << 30
 _MARGIN = 1 << 20  # for headers, index, manifest
 Adapters = str | Path | Sequence[str | Path] | Mapping[str, float]
@@ -40,7 +41,7 @@ class MergeReport:
         files: names of the weight files.
         bytes_needed: that were checked to be free on the disk.
         merged: names of the tensors that differ from the base's.
-        requantised: for MXFP4, the error of each merged tensor.
+        requantised: for MXFP4 and 4 bits of bitsandbytes, the error of each tensor that was quantised.
         notes: what could not be checked, and what was decided.
         resumed: the weight files that a run which was stopped had finished already.
     """
@@ -73,7 +74,8 @@ def merge(
         output: must not exist. It appears when it is complete. If a run to it was killed, the same call goes on after
             the weight files that it had finished, checked by their hashes; a call with anything else starts over.
         dtype: "bf16", "fp16", "fp32": the layout that transformers loads; "mxfp4": gpt-oss with packed experts, of
-            which only the merged ones are quantised again, and everything else keeps its dtype.
+            which only the merged ones are quantised again, and everything else keeps its dtype; "nf4": linear layers in
+            4 bits of bitsandbytes (its settings, where the base is in such), the rest in bf16; whole layers are in memory.
         max_shard_bytes: of one weight file; a larger tensor gets a file of its own.
         allow_other_base: merge although the adapter names another base.
         progress: called with bytes done, bytes in all, and the tensor's name.
@@ -168,7 +170,18 @@ def _write(
         raise ConfigError(expected=f"dtype to be one of {', '.join(DTYPES)}", got=repr(dtype), remedy="Choose one.")
     merged = Merged(base, adapters)
     report = MergeReport(output, [], 0, [name for name in merged.infos if merged.changed(name)], notes=notes)
-    outputs = packed_outputs(merged, report.requantised) if dtype == "mxfp4" else plain_outputs(merged, _DTYPES[dtype])
+    quantization: dict[str, Any] = {}
+    if dtype == "nf4":
+        four_bit.check_package()
+        quantization = four_bit.quantization_of(merged)
+        outputs = four_bit.four_bit_outputs(merged, quantization, report.requantised)
+        if experts := sum(len(info.shape) == 3 for info in merged.infos.values()):
+            notes.append(f"{experts} tensors of experts are in bf16: bitsandbytes has linear layers only. See mxfp4.")
+    elif dtype == "mxfp4":
+        quantization = quantization_of(base)
+        outputs = packed_outputs(merged, report.requantised)
+    else:
+        outputs = plain_outputs(merged, _DTYPES[dtype])
     files = side_files(folder, [adapter.folder for adapter in adapters])
     report.bytes_needed = sum(one.info.nbytes for one in outputs) + sum(path.stat().st_size for path, _ in files)
     report.bytes_needed += _MARGIN
@@ -197,7 +210,7 @@ def _write(
             files=hashes,
         )
         (place / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        config = _config(merged, dtype)
+        config = _config(merged, dtype, quantization)
         (place / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         journal.close()
     return report
@@ -226,17 +239,12 @@ def _plain(merged: Merged, name: str, info: Info, dtype: torch.dtype) -> Output:
     return Output(name, Info(target, info.shape), pieces)
 
 
-def _config(merged: Merged, dtype: str) -> dict[str, Any]:
+def _config(merged: Merged, dtype: str, quantization: dict[str, Any]) -> dict[str, Any]:
     base = merged.base
     embedding = base.embedding
     resized = embedding is not None and merged.vocab_size != base.infos[embedding].shape[0]
     settings: dict[str, Any] = {"vocab_size": merged.vocab_size if resized else None}
     if base.tied and not merged.tied:
         settings["tie_word_embeddings"] = False
-    if dtype != "mxfp4":
-        return cleaned_config(base.config, dtype=str(_DTYPES[dtype]).removeprefix("torch."), **settings)
-    stored = base.config.get("quantization_config")
-    kept = stored if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4" else None
-    published = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    packing = kept or {"quant_method": "mxfp4", "modules_to_not_convert": published}
-    return cleaned_config(base.config, quantization_config=packing, **settings)
+    named = {"mxfp4": None, "nf4": "bfloat16"}.get(dtype, str(_DTYPES.get(dtype)).removeprefix("torch."))
+    return cleaned_config(base.config, dtype=named, quantization_config=quantization or None, **settings)
