@@ -38,6 +38,18 @@ def check_space(place: Path, needed: int) -> None:
         )
 
 
+def check_new(target: Path) -> None:
+    """Refuse an output that is there already.
+
+    Raises:
+        ExportError: it is.
+    """
+    if target.exists():
+        raise ExportError(
+            expected="an output that does not exist yet", got=str(target), remedy="Remove it, or choose another name."
+        )
+
+
 def hidden_name(target: Path) -> Path:
     """Where the result is until it is complete."""
     return target.parent / f".{target.name}.incomplete"
@@ -95,10 +107,7 @@ def appearing_files(targets: Sequence[Path]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _hidden(target: Path, resumable: bool = False) -> Iterator[Path]:
-    if target.exists():
-        raise ExportError(
-            expected="an output that does not exist yet", got=str(target), remedy="Remove it, or choose another name."
-        )
+    check_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     hidden = hidden_name(target)
     with (target.parent / f".{target.name}.lock").open("w") as lock:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +14,12 @@ import torch
 from unsloth_plugins.core.errors import ConfigError, ExportError
 from unsloth_plugins.core.export import four_bit
 from unsloth_plugins.core.export.adapter import Adapter
-from unsloth_plugins.core.export.base import Base, base_of_model, fingerprint, open_base, resolve_folder, spans
+from unsloth_plugins.core.export.base import Base, fingerprint, open_base, resolve_folder, spans
 from unsloth_plugins.core.export.folder import appearing, check_space, cleaned_config, copy_files, side_files
 from unsloth_plugins.core.export.journal import Journal
 from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.packed import Requantised, packed_outputs, quantization_of
-from unsloth_plugins.core.export.provenance import MANIFEST, check_base, manifest_of, plan_of, record_base
+from unsloth_plugins.core.export.provenance import MANIFEST, check_base, manifest_of, plan_of
 from unsloth_plugins.core.export.tensors import FileTensors, Info, Output, Progress, write_shards
 
 _log = logging.getLogger(__name__)
@@ -75,7 +73,7 @@ def merge(
             the weight files that it had finished, checked by their hashes; a call with anything else starts over.
         dtype: "bf16", "fp16", "fp32": the layout that transformers loads; "mxfp4": gpt-oss with packed experts, of
             which only the merged ones are quantised again, and everything else keeps its dtype; "nf4": linear layers in
-            4 bits of bitsandbytes (its settings, where the base is in such), the rest in bf16; whole layers are in memory.
+            4 bits of bitsandbytes (its settings, where the base is in such), the rest in bf16, one layer in memory.
         max_shard_bytes: of one weight file; a larger tensor gets a file of its own.
         allow_other_base: merge although the adapter names another base.
         progress: called with bytes done, bytes in all, and the tensor's name.
@@ -90,56 +88,7 @@ def merge(
     adapters = open_adapters(adapter)
     notes = [check_base(one, base, folder, opened.source, allow_other_base) for one in adapters]
     where = {"base": str(base), "base_fingerprint": fingerprint(opened.source)}
-    return _write(opened, folder, adapters, Path(output), dtype, max_shard_bytes, progress, where, notes)
-
-
-def merge_model(
-    model: Any,
-    output: str | Path,
-    *,
-    dtype: str = "bf16",
-    adapter_output: str | Path | None = None,
-    max_shard_bytes: int = SHARD_BYTES,
-    progress: Progress | None = None,
-) -> MergeReport:
-    """Write the merged model of a live PEFT model; its own base tensors are read, and it is left as it is.
-
-    Args:
-        model: a ``PeftModel`` with one active adapter. Saved to disk first.
-        output, dtype, max_shard_bytes, progress: see ``merge``. A killed run is not resumed: live weights change.
-        adapter_output: keep the saved adapter here. By default it lives only while the merge runs.
-
-    Raises:
-        ConfigError: not a PEFT model, several active adapters, or merged already; else see ``merge``.
-    """
-    active = list(model.active_adapters) if hasattr(model, "peft_config") else []
-    merged_in = any(getattr(module, "merged", False) for module in model.modules())
-    if len(active) != 1 or merged_in:
-        raise ConfigError(
-            expected="a PEFT model with one active adapter that is not merged into the weights",
-            got=f"{type(model).__name__} with {active or 'no adapter'}" + (", merged" if merged_in else ""),
-            remedy="Call set_adapter or unmerge_adapter first; merge several adapters from their folders.",
-        )
-    opened = base_of_model(model)
-    name_or_path = str(getattr(model.config, "name_or_path", "") or "")
-    folder = Path(name_or_path) if name_or_path and Path(name_or_path).is_dir() else None
-    with contextlib.ExitStack() as stack:
-        saved = Path(adapter_output or stack.enter_context(tempfile.TemporaryDirectory(dir=_parent(output))))
-        model.save_pretrained(saved, selected_adapters=active)
-        saved = saved if active[0] == "default" else saved / active[0]
-        record_base(saved, opened.source)
-        notes = [] if folder else ["The base has no local folder: no tokenizer, licence or card was copied."]
-        where = {"base": name_or_path, "base_fingerprint": fingerprint(opened.source)}
-        adapters = [Adapter(saved)]
-        generation = getattr(model, "generation_config", None)
-        extra = {"generation_config.json": generation.to_json_string()} if generation is not None else {}
-        return _write(opened, folder, adapters, Path(output), dtype, max_shard_bytes, progress, where, notes, extra)
-
-
-def _parent(output: str | Path) -> Path:
-    parent = Path(output).resolve().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    return parent
+    return write_merged(opened, folder, adapters, Path(output), dtype, max_shard_bytes, progress, where, notes)
 
 
 def open_adapters(adapter: Adapters) -> list[Adapter]:
@@ -154,7 +103,20 @@ def open_adapters(adapter: Adapters) -> list[Adapter]:
     return [Adapter(Path(folder).expanduser(), float(weight)) for folder, weight in weighted]
 
 
-def _write(
+def check_dtype(dtype: str) -> None:
+    """Refuse a format before any work.
+
+    Raises:
+        ConfigError: nobody knows it.
+        UnsupportedError: it needs a package that is missing.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(expected=f"dtype to be one of {', '.join(DTYPES)}", got=repr(dtype), remedy="Choose one.")
+    if dtype == "nf4":
+        four_bit.check_package()
+
+
+def write_merged(
     base: Base,
     folder: Path | None,
     adapters: Sequence[Adapter],
@@ -166,13 +128,20 @@ def _write(
     notes: list[str],
     extra_files: Mapping[str, str] | None = None,
 ) -> MergeReport:
-    if dtype not in DTYPES:
-        raise ConfigError(expected=f"dtype to be one of {', '.join(DTYPES)}", got=repr(dtype), remedy="Choose one.")
+    """What ``merge`` and ``merge_model`` have in common; see there.
+
+    Args:
+        base, adapters: opened and checked.
+        folder: the base's, for the files that go along, if it has one.
+        where: for the manifest: where the base came from, and its fingerprint.
+        notes: of the report, so far.
+        extra_files: name -> text, to be written beside the weights.
+    """
+    check_dtype(dtype)
     merged = Merged(base, adapters)
     report = MergeReport(output, [], 0, [name for name in merged.infos if merged.changed(name)], notes=notes)
     quantization: dict[str, Any] = {}
     if dtype == "nf4":
-        four_bit.check_package()
         quantization = four_bit.quantization_of(merged)
         outputs = four_bit.four_bit_outputs(merged, quantization, report.requantised)
         if experts := sum(len(info.shape) == 3 for info in merged.infos.values()):
