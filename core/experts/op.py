@@ -21,7 +21,6 @@ from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
 from unsloth_plugins.core.experts.reference import experts_loop
 
-
 _HALVES = (torch.bfloat16, torch.float16)
 
 
