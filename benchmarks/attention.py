@@ -25,7 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks import rows
+from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.sink_attention import documents_from_cu_seqlens, sink_attention
+from unsloth_plugins.core.sink_attention.backends import Backend
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -54,11 +56,14 @@ class Problem:
         self.pairs = sum(min(n, reach) * (2 * n - min(n, reach) + 1) // 2 for n in lengths)
 
 
-def ours(problem: Problem) -> Run:
-    """The Triton kernels."""
-    return lambda *x: sink_attention(
-        *x, window=problem.window or None, documents_BS=problem.documents_BS, backend="triton"
-    )  # type: ignore[return-value]
+def ours(backend: Backend) -> Callable[[Problem], Run]:
+    """The op with one backend."""
+
+    def make(problem: Problem) -> Run:
+        documents_BS, window = problem.documents_BS, problem.window or None
+        return lambda *x: sink_attention(*x, window=window, documents_BS=documents_BS, backend=backend)  # type: ignore[return-value]
+
+    return make
 
 
 def sdpa(backend: SDPBackend) -> Callable[[Problem], Run | None]:
@@ -103,7 +108,9 @@ def flex(problem: Problem) -> Run:
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Problem], Run | None]] = {
-    "triton": ours,
+    "auto": ours("auto"),
+    "triton": ours("triton"),
+    "fa4": ours("fa4"),
     "sdpa_flash": sdpa(SDPBackend.FLASH_ATTENTION),
     "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "flex": flex,
@@ -228,7 +235,7 @@ def run(options: argparse.Namespace) -> int:
                 if implementation is None:
                     continue
                 result: dict[str, Any] = measure(problem, implementation, options.repeats)
-            except (RuntimeError, torch.OutOfMemoryError) as error:
+            except (RuntimeError, torch.OutOfMemoryError, UnsupportedError) as error:
                 result = {"error": str(error).splitlines()[0]}
             print(f"  {name:<11}" + "  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
             out.append({**common, "impl": name, **shape, **result})

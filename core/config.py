@@ -10,7 +10,7 @@ from typing import Any, Literal
 from unsloth_plugins.core.errors import ConfigError
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "attention": ("auto", "triton", "reference", None),
+    "attention": ("auto", "triton", "fa4", "flex", "reference", None),
     "experts": ("auto", "reference", "grouped_mm", None),
     "loss": ("auto", "chunked", None),
     "gradient_checkpointing": ("auto", True, False),
@@ -22,10 +22,11 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 class UnslothConfig:
     """What ``apply`` does to a model. ``None`` means off; the defaults are right for someone who sets nothing."""
 
-    attention: Literal["auto", "triton", "reference"] | None = "auto"
-    """``auto`` takes over attention with sinks (gpt-oss), by kernels where they run, and leaves other models on their
-    own implementation; ``triton`` (kernels) and ``reference`` (plain PyTorch) take over every recognised attention and
-    raise where they can't; ``None`` leaves all alone."""
+    attention: Literal["auto", "triton", "fa4", "flex", "reference"] | None = "auto"
+    """``auto`` takes over attention with sinks (gpt-oss), by the fastest kernels that run, and leaves other models on
+    their own implementation; ``triton`` (our kernels), ``fa4`` (flash-attn-4), ``flex`` (torch's flex attention) and
+    ``reference`` (plain PyTorch) take over every recognised attention and raise where they can't; ``None`` leaves all
+    alone."""
 
     experts: Literal["auto", "reference", "grouped_mm"] | None = "auto"
     """Mixture-of-experts layers: ``grouped_mm`` is one grouped GEMM for all experts, ``reference`` a loop over them;

@@ -275,9 +275,7 @@ def show_mask(
     except ValueError as error:
         raise typer.BadParameter(f"--documents {documents!r}: lengths are numbers with commas between.") from error
     with _errors(as_json=False):
-        mask = visible(
-            length, window=window, documents=lengths, left_padding=left_padding, right_padding=right_padding
-        )
+        mask = visible(length, window=window, documents=lengths, left_padding=left_padding, right_padding=right_padding)
         if png is not None:
             mask_png(mask, png, sink=sink)
     sys.stdout.write(mask_text(mask, sink=sink) + "\n")

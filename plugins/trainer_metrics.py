@@ -53,16 +53,12 @@ class TrainerMetrics(TrainerCallback):
             state.log_history[-1].update(measured)
         self._meter.start()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Time spent in training: evaluation and saving, which come between two steps, do not count."""
         if self._meter is not None:
             self._meter.stop(wait=torch.cuda.is_initialized() and control.should_log)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Training goes on from here."""
         if self._meter is not None:
             self._meter.start()

@@ -3,8 +3,8 @@
 LoRA costs next to nothing: B is appended to the weights as further rows of the inner dimension and s x A to the sorted
 tokens as further columns, so one grouped GEMM accumulates base and adapter together in float32. Packed weights are
 decoded for the pass into such a buffer, dense ones with an adapter copied into one. Backward recomputes the first
-projection and the activation, tile by tile, and never the second: the routing weight's gradient is
-<dOut W^T, h> + <dOut, bias>.
+projection (unless its output was held) and the activation, tile by tile, and never the second: the routing weight's
+gradient is <dOut W^T, h> + <dOut, bias>.
 
 Shape suffixes as in ``kernels``; N tokens of one tile, r LoRA rank padded to a multiple of 8.
 """
@@ -122,7 +122,15 @@ class _Layer:
         return first, _projection(self.down, a2, b2, self.scalings[1], x.dtype)
 
 
-def _forward(layer: _Layer, x: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, adapters: Any) -> torch.Tensor:
+def _forward(
+    layer: _Layer,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    index: torch.Tensor,
+    adapters: Any,
+    held: list[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """``held`` collects the first projection's output, one tensor [M, J] a tile."""
     from unsloth_plugins.core.experts import kernels  # needs triton: only where it runs
 
     first, second = layer.projections(x, adapters)
@@ -135,6 +143,8 @@ def _forward(layer: _Layer, x: torch.Tensor, weight: torch.Tensor, index: torch.
         kernels.gather_rows(x[part], route.token_M, rows_MK[:, : first.inputs])
         first.complete(rows_MK, route.ends_E)
         gate_up_MJ = first(rows_MK, route.ends_E)
+        if held is not None:
+            held.append(gate_up_MJ)
         del rows_MK
         hidden_MK = second.rows(route.token_M.shape[0])
         kernels.swiglu(
@@ -183,7 +193,13 @@ class _Gradients:
 
 
 def _backward(
-    layer: _Layer, dout: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, adapters: Any
+    layer: _Layer,
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    index: torch.Tensor,
+    adapters: Any,
+    held: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor | None, ...]:
     from unsloth_plugins.core.experts import kernels
 
@@ -201,7 +217,7 @@ def _backward(
         rows_MK = first.rows(count)
         kernels.gather_rows(x[part], route.token_M, rows_MK[:, : first.inputs])
         first.complete(rows_MK, ends_E)
-        gate_up_MJ = first(rows_MK, ends_E)
+        gate_up_MJ = held[start // TILE] if held else first(rows_MK, ends_E)
 
         dout_MH = torch.empty((count, x.shape[1]), dtype=x.dtype, device=x.device)
         kernels.gather_rows(dout[part], route.token_M, dout_MH)
@@ -209,6 +225,7 @@ def _backward(
         has_more = more_MI is not None
         if more_MI is None:
             more_MI = torch.empty((count, second.inputs), dtype=x.dtype, device=x.device)
+        d_gate_up_MJ = torch.empty_like(gate_up_MJ) if held else gate_up_MJ  # held ones may be asked for again
         d_weight_M = kernels.swiglu_backward(
             gate_up_MJ,
             layer.gate_up_bias_EJ,
@@ -219,8 +236,10 @@ def _backward(
             has_more=has_more,
             alpha=layer.alpha,
             limit=layer.limit,
+            out_MJ=d_gate_up_MJ,
         )
-        d_gate_up_MJ, hidden_MI = gate_up_MJ, more_MI  # what the kernel made of them
+        hidden_MI = more_MI  # what the kernel made of it
+        del gate_up_MJ
         of_bias_NE = dout[part].float() @ layer.down_bias_EH.float().T
         d_weight[part] = d_weight_M[route.place_NK] + of_bias_NE.gather(1, index_NK)
         if second.a_ErI is not None:
@@ -244,19 +263,40 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: _Layer, kept: Kept | None, present: Any, index: Any, x: Any, weight: Any, *adapters: Any
+        ctx: Any,
+        layer: _Layer,
+        kept: Kept | None,
+        present: Any,
+        hold: bool,
+        index: Any,
+        x: Any,
+        weight: Any,
+        *adapters: Any,
     ):  # type: ignore[no-untyped-def]
         ctx.layer, ctx.kept, ctx.present = layer, kept, present
+        held: list[torch.Tensor] = []
         with on(x.device):
-            return _forward(layer, x, weight, index, _spread(adapters, present))
+            out = _forward(layer, x, weight, index, _spread(adapters, present), held if hold else None)
+        if held:
+            ctx.save_for_backward(*held)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         index, x, weight, *adapters = ctx.kept.tensors()
         with on(x.device):
-            out = _backward(ctx.layer, grads[0].contiguous(), x, weight, index, _spread(adapters, ctx.present))
-        return None, None, None, None, *out[:2], *(g for g, there in zip(out[2:], ctx.present, strict=True) if there)
+            spread = _spread(adapters, ctx.present)
+            out = _backward(ctx.layer, grads[0].contiguous(), x, weight, index, spread, ctx.saved_tensors)
+        return (
+            None,
+            None,
+            None,
+            None,
+            None,
+            *out[:2],
+            *(g for g, there in zip(out[2:], ctx.present, strict=True) if there),
+        )
 
 
 def _spread(adapters: Sequence[torch.Tensor], present: Sequence[bool]) -> list[torch.Tensor | None]:
@@ -284,6 +324,7 @@ def experts_fused(
     limit: float | None,
     gate_up_lora: Sequence[ExpertLora] = (),
     down_lora: Sequence[ExpertLora] = (),
+    hold: bool = False,
 ) -> torch.Tensor:
     """See ``op.experts``; N tokens here are all, not one tile. ``can_fuse`` says when it may be called."""
     given: list[torch.Tensor | None] = []
@@ -299,4 +340,4 @@ def experts_fused(
         with on(x_NH.device):
             return _forward(layer, x_NH, weight_NK, index_NK, given)
     kept, (index_NK, x_NH, weight_NK, *adapters) = keep(index_NK, x_NH, weight_NK, *adapters)
-    return _Experts.apply(layer, kept, present, index_NK, x_NH, weight_NK, *adapters)  # type: ignore[no-any-return]
+    return _Experts.apply(layer, kept, present, hold, index_NK, x_NH, weight_NK, *adapters)  # type: ignore[no-any-return]

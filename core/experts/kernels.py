@@ -71,6 +71,7 @@ def _swiglu_backward_kernel(
     weight_ptr,
     dh_ptr,
     more_ptr,
+    d_gate_up_ptr,
     d_weight_ptr,
     width,
     dh_stride,
@@ -103,8 +104,8 @@ def _swiglu_backward_kernel(
             d_up = tl.where((raw_up <= LIMIT) & (raw_up >= -LIMIT), d_up, 0.0)
         tl.store(more_ptr + row * width + at, hidden.to(more_ptr.dtype.element_ty), mask=at < width)
         d_both = tl.reshape(tl.join(d_gate, d_up), (2 * WIDTH,))
-        place = gate_up_ptr + row * 2 * width + both
-        tl.store(place, d_both.to(gate_up_ptr.dtype.element_ty), mask=both < 2 * width)
+        place = d_gate_up_ptr + row * 2 * width + both
+        tl.store(place, d_both.to(d_gate_up_ptr.dtype.element_ty), mask=both < 2 * width)
     tl.store(d_weight_ptr + row, tl.sum(product, axis=0))
 
 
@@ -184,13 +185,15 @@ def swiglu_backward(
     has_more: bool,
     alpha: float,
     limit: float | None,
+    out_MJ: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Backward of ``swiglu``, in place: ``gate_up`` becomes its own gradient and ``more`` the activation.
+    """Backward of ``swiglu``, in place: ``more`` becomes the activation and ``gate_up`` its own gradient.
 
     Args:
         weight_M: routing weight of each row.
         dh_MI: gradient of the activation without that weight; rows may be part of wider ones.
         more_MI: a second part of that gradient where ``has_more``; contiguous.
+        out_MJ: takes the gradient of ``gate_up``, which then stays as it is.
 
     Returns:
         float32 [M], the gradient of ``weight`` but for the bias of the down projection: <dh + more, activation>.
@@ -203,6 +206,7 @@ def swiglu_backward(
         weight_M,
         dh_MI,
         more_MI,
+        gate_up_MJ if out_MJ is None else out_MJ,
         d_weight_M,
         more_MI.shape[1],
         dh_MI.stride(0),

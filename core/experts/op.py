@@ -5,11 +5,13 @@ Shape suffixes: N tokens, H hidden size, E experts, K choices per token, I exper
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from unsloth_plugins.core.device import supports_grouped_mm
 from unsloth_plugins.core.errors import ShapeError, UnsupportedError
@@ -18,6 +20,25 @@ from unsloth_plugins.core.experts.fused import can_fuse, experts_fused
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
 from unsloth_plugins.core.experts.reference import experts_loop
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class _WideProduct(torch.autograd.Function):
+    """x W^T of 16-bit numbers on CUDA in float32: their products are exact in it, so tensor cores lose nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_NH, weight_EH)
+        return torch.mm(x_NH, weight_EH.T, out_dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NE: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x_NH, weight_EH = ctx.saved_tensors
+        dx_NH = (dy_NE @ weight_EH.float()).to(x_NH.dtype) if ctx.needs_input_grad[0] else None
+        dw_EH = (dy_NE.T @ x_NH.float()).to(weight_EH.dtype) if ctx.needs_input_grad[1] else None
+        return dx_NH, dw_EH
 
 
 def top_k_routing(
@@ -32,7 +53,12 @@ def top_k_routing(
     """
     wide = torch.promote_types(x_NH.dtype, torch.float32)
     with torch.autocast(x_NH.device.type, enabled=False):
-        logits_NE = F.linear(x_NH.to(wide), weight_EH.to(wide), None if bias_E is None else bias_E.to(wide))
+        if x_NH.is_cuda and x_NH.dtype == weight_EH.dtype and x_NH.dtype in _HALVES:
+            logits_NE = _WideProduct.apply(x_NH, weight_EH)
+            if bias_E is not None:
+                logits_NE = logits_NE + bias_E
+        else:
+            logits_NE = F.linear(x_NH.to(wide), weight_EH.to(wide), None if bias_E is None else bias_E.to(wide))
         top_NK, index_NK = logits_NE.topk(top_k, dim=-1)
         return logits_NE, top_NK.softmax(-1), index_NK
 
@@ -71,6 +97,7 @@ def experts(
     gate_up_lora: Sequence[ExpertLora] = (),
     down_lora: Sequence[ExpertLora] = (),
     implementation: Literal["reference", "grouped_mm"] = "reference",
+    hold: bool = False,
 ) -> torch.Tensor:
     """``sum_k weight_nk * (swiglu(x_n W_gate_up[e] + b) W_down[e] + b')`` with e = index_nk, differentiable in all.
 
@@ -84,6 +111,8 @@ def experts(
         implementation: ``grouped_mm`` works through the tokens in tiles and keeps only its input, where the base is
             frozen and a projection has at most one adapter, without dropout; otherwise it keeps the activations.
             A few tokens without gradients take only the matrices of their own experts.
+        hold: let the tiled form keep the first projection's output, 4 I K bytes a token, and not recompute it in
+            backward. The other forms keep it in any case.
 
     Returns:
         [N, H] in the dtype of ``x_NH``. The weighted sum is float32 or wider.
@@ -107,12 +136,12 @@ def experts(
                     got=f"{list(a)} and {list(b)}",
                     remedy="Unfold PEFT's lora_A as (E, r, in) and its lora_B as (out, r, E).",
                 )
-    run = experts_loop
+    run: Any = experts_loop
     if implementation == "grouped_mm":
         fusible = x_NH.is_cuda and can_fuse(
             (gate_up_EHJ, down_EIH), (gate_up_bias_EJ, down_bias_EH), gate_up_lora, down_lora
         )
-        run = experts_fused if fusible else experts_grouped
+        run = functools.partial(experts_fused, hold=hold) if fusible else experts_grouped
         if fusible and not torch.is_grad_enabled() and index_NK.numel() < n_experts:
             run = experts_few
     return run(

@@ -91,9 +91,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
         wants = ctx.needs_input_grad[:3]
         unscaled = hidden_NH.dtype == torch.float16
         factor = None if unscaled else scale
-        rule: dict[str, Any] = dict(
-            ignore_index=ignore_index, label_smoothing=label_smoothing, want_grad=any(wants)
-        )
+        rule: dict[str, Any] = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, want_grad=any(wants))
         loss = hidden_NH.new_zeros((), dtype=accumulate)
         d_hidden_NH = torch.empty_like(hidden_NH) if wants[0] else None
         d_weight_VH = torch.zeros_like(weight_VH, dtype=accumulate) if wants[1] else None
@@ -119,6 +117,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
                 d_weight_VH += grad_CV.T @ hidden_NH[rows]
             if d_bias_V is not None:
                 d_bias_V += grad_CV.sum(0, dtype=accumulate)
+            del raw_CV, grad_CV  # or the next chunk's logits would be made beside them
         if not unscaled:
             d_weight_VH = None if d_weight_VH is None else d_weight_VH.to(weight_VH.dtype)
             d_bias_V = None if d_bias_V is None or bias_V is None else d_bias_V.to(bias_V.dtype)

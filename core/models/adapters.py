@@ -196,8 +196,7 @@ def _check_supported(config: Any) -> None:
     wrong = {
         "use_dora": bool(config.use_dora),
         "lora_bias": bool(config.lora_bias),
-        "init_lora_weights": isinstance(config.init_lora_weights, str)
-        and config.init_lora_weights != "gaussian",
+        "init_lora_weights": isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian",
     }
     for name, is_wrong in wrong.items():
         if is_wrong:

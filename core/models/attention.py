@@ -7,7 +7,7 @@ from typing import Any
 
 from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.patches import PatchSet
-from unsloth_plugins.core.sink_attention.op import Backend, resolve_backend
+from unsloth_plugins.core.sink_attention.backends import Backend, Call, prefers_fa4, resolve_backend
 
 NAME = "unsloth_sinks"
 _KEYS = ("_attn_implementation_internal", "_attn_implementation")
@@ -77,7 +77,11 @@ def attention_backend(parts: ModelParts, choice: Backend) -> tuple[str, str]:
         UnsupportedError: ``triton`` was asked for and can't run.
     """
     model: Any = parts.causal_lm
-    return resolve_backend(choice, model.device, model.dtype, getattr(parts.layers[0].attention, "head_dim", 0))
+    size = getattr(parts.layers[0].attention, "head_dim", 0)
+    backend, why = resolve_backend(choice, Call(model.device, model.dtype, size))
+    if choice == "auto" and prefers_fa4(Call(model.device, model.dtype, size, 1 << 20, 1 << 20)):
+        return backend, f"{why}; fa4 on long full layers, measured faster"
+    return backend, why
 
 
 def patch_attention(parts: ModelParts, patches: PatchSet, choice: Backend = "auto") -> ConfigSwap:

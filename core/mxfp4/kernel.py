@@ -8,30 +8,25 @@ import triton.language as tl
 
 from unsloth_plugins.core.device import on
 
-_BLOCKS = 256  # MX blocks of 32 numbers for one program
+_WORDS = 1024  # of eight numbers each, for one program: a thread loads 4 bytes and stores 16
 
 
 @triton.jit
-def _decode_kernel(blocks_ptr, scales_ptr, out_ptr, n_blocks, row_blocks, out_stride, BLOCKS: tl.constexpr):
-    """One program decodes ``BLOCKS`` consecutive blocks; every offset is 64 bits wide."""
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    byte_at = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    inside = (block < n_blocks)[:, None]
-    byte = tl.load(blocks_ptr + byte_at, mask=inside, other=0).to(tl.int32)
-    scale = tl.load(scales_ptr + block, mask=block < n_blocks, other=0).to(tl.int32)
+def _decode_kernel(words_ptr, scales_ptr, out_ptr, n_words, out_stride, ROW_WORDS: tl.constexpr, WORDS: tl.constexpr):
+    """One program decodes ``WORDS`` consecutive words; the numbers of a word are its nibbles, lowest first."""
+    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    inside = word < n_words
+    nibbles = tl.load(words_ptr + word, mask=inside, other=0)[:, None] >> (4 * tl.arange(0, 8))[None, :]
+    scale = tl.load(scales_ptr + word // 4, mask=inside, other=0).to(tl.int32)
     bits = tl.where(scale == 0, 1 << 22, scale << 23)
-    bits = tl.where(scale == 255, 0x7FC00000, bits)
-    factor = bits.to(tl.float32, bitcast=True)[:, None]
-    code = tl.join(byte & 15, byte >> 4)
-    # Twice the magnitude is 0, 1, 2, 3, 4, 6, 8, 12: the code itself up to 4, then two steps more, then the rest.
-    magnitude = code & 7
-    twice = tl.where(magnitude < 5, magnitude, tl.where(magnitude == 5, 6, 8 + (magnitude & 1) * 4))
-    # Times minus one, and not minus: Triton's minus subtracts from zero, which would lose the sign of a zero.
-    number = twice.to(tl.float32) * tl.where(code > 7, -0.5, 0.5)
-    value = tl.reshape(number, (BLOCKS, 32)) * factor
-    begin = block // row_blocks * out_stride + block % row_blocks * 32
-    at = begin[:, None] + tl.arange(0, 32)[None, :]
-    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
+    factor = tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)[:, None]
+    # E2M1 has the layout of float32 but for the width of its exponent: at the low end of float32's it is 2**126 too
+    # small, subnormals (0 and 1/2) and the sign of zero included.
+    number = (((nibbles & 7) << 22) | ((nibbles & 8) << 28)).to(tl.float32, bitcast=True)
+    value = number * 8.507059173023462e37 * factor
+    row = word // ROW_WORDS
+    at = (row.to(tl.int64) * out_stride + (word - row * ROW_WORDS) * 8)[:, None] + tl.arange(0, 8)[None, :]
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 def decode_triton(blocks_RB: torch.Tensor, scales_R: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -45,9 +40,10 @@ def decode_triton(blocks_RB: torch.Tensor, scales_R: torch.Tensor, out: torch.Te
     Returns:
         ``out``.
     """
-    n_blocks = scales_R.numel()
+    words = blocks_RB.view(torch.int32)
+    n_words = words.numel()
     with on(out.device):
-        _decode_kernel[(triton.cdiv(n_blocks, _BLOCKS),)](
-            blocks_RB, scales_R, out, n_blocks, scales_R.shape[-1], out.stride(-2), BLOCKS=_BLOCKS, num_warps=8
+        _decode_kernel[(triton.cdiv(n_words, _WORDS),)](
+            words, scales_R, out, n_words, out.stride(-2), ROW_WORDS=4 * scales_R.shape[-1], WORDS=_WORDS
         )
     return out

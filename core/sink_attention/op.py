@@ -5,61 +5,12 @@ Shape suffixes: B batch, T queries, S keys, H query heads, K key/value heads, D 
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import Literal, get_args
-
 import torch
 
-from unsloth_plugins.core.device import why_no_triton
 from unsloth_plugins.core.errors import ShapeError, UnsupportedError
+from unsloth_plugins.core.sink_attention.backends import Backend, Call, resolve_backend
 from unsloth_plugins.core.sink_attention.masks import number_runs
 from unsloth_plugins.core.sink_attention.reference import sink_attention_reference
-
-Backend = Literal["auto", "triton", "reference"]
-MAX_HEAD_SIZE = 256
-
-
-def resolve_backend(
-    choice: Backend, device: torch.device, dtype: torch.dtype, head_size: int
-) -> tuple[Literal["triton", "reference"], str]:
-    """What ``choice`` means for such inputs, and why.
-
-    Raises:
-        UnsupportedError: ``triton`` was asked for and can't run here.
-    """
-    if choice not in get_args(Backend):
-        raise UnsupportedError(
-            expected=f"backend to be one of {', '.join(map(repr, get_args(Backend)))}",
-            got=repr(choice),
-            remedy="Leave it out for the default.",
-        )
-    if choice == "reference":
-        return "reference", "asked for"
-    if head_size > MAX_HEAD_SIZE:
-        reason: str | None = f"head size {head_size}"
-    elif dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        reason = str(dtype)
-    elif find_spec("triton") is None:
-        reason = "triton is not installed"
-    else:
-        reason = why_no_triton(device, dtype)
-        wide = head_size > 128 and dtype == torch.float32
-        if reason is None and wide and torch.cuda.get_device_capability(device) < (8, 0):
-            reason = f"float32 heads of {head_size}, too large for the shared memory of compute capability 7.5"
-        if device.type == "cpu" and choice == "triton":
-            from unsloth_plugins.core.sink_attention import triton_op
-
-            if triton_op.INTERPRETED:
-                return "triton", "interpreted"
-    if reason is None:
-        return "triton", f"{dtype} on CUDA".replace("torch.", "")
-    if choice == "auto":
-        return "reference", f"no kernel: {reason}"
-    raise UnsupportedError(
-        expected=f"fp16, bf16 or fp32 with heads of at most {MAX_HEAD_SIZE}, on CUDA with triton, for 'triton'",
-        got=reason,
-        remedy="Choose 'auto'.",
-    )
 
 
 def sink_attention(
@@ -76,6 +27,7 @@ def sink_attention(
     block_size: int = 256,
     head_groups: int = 1,
     backend: Backend = "auto",
+    deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention whose softmax has one more column per head, the sink, that owns no value.
@@ -94,8 +46,12 @@ def sink_attention(
         block_size: queries that the reference handles at a time; its memory is proportional to it.
         head_groups: the kernels' backward pass takes the key/value heads in so many groups, one after the other, so
             that its temporaries exist for one group at a time; same result.
-        backend: ``triton`` for the kernels (CUDA, D <= 256, fp16, bf16 or fp32), ``reference`` for plain PyTorch,
-            ``auto`` for the kernels wherever they can run.
+        backend: ``triton`` for our kernels (CUDA, D <= 256, fp16, bf16 or fp32), ``fa4`` for flash-attn-4 and ``flex``
+            for torch's flex attention where they can run, ``reference`` for plain PyTorch. ``auto`` is ``triton``
+            wherever it can run, or ``fa4`` where that is installed and measured faster (`backends`).
+        deterministic: whether equal inputs give equal bits also from ``fa4``, whose sums are in no fixed order
+            otherwise; ``None`` follows ``torch.are_deterministic_algorithms_enabled()``. ``triton`` and ``reference``
+            always are.
         return_lse: also return the log normaliser.
 
     Returns:
@@ -105,7 +61,7 @@ def sink_attention(
 
     Raises:
         ShapeError: an argument does not fit the others.
-        UnsupportedError: ``backend="triton"`` can't run these inputs.
+        UnsupportedError: ``backend`` can't run these inputs.
     """
     _check(q_BTHD, k_BSKD, v_BSKD, sink_H)
     for name, mask in (("documents_BS", documents_BS), ("key_mask_BS", key_mask_BS)):
@@ -117,8 +73,56 @@ def sink_attention(
     _check_number("softcap", softcap, at_least_one=False)
     key_mask_BS = None if key_mask_BS is None else key_mask_BS.to(torch.bool)
     scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
-    resolved, _ = resolve_backend(backend, q_BTHD.device, q_BTHD.dtype, q_BTHD.shape[-1])
-    if resolved == "triton":
+    call = Call(
+        q_BTHD.device,
+        q_BTHD.dtype,
+        q_BTHD.shape[-1],
+        q_BTHD.shape[1],
+        k_BSKD.shape[1],
+        window,
+        softcap is not None or scale <= 0,
+    )
+    resolved, _ = resolve_backend(backend, call)
+    if resolved == "fa4":
+        from unsloth_plugins.core.sink_attention.fa4 import has_holes, sink_attention_fa4
+
+        if has_holes(key_mask_BS):
+            if backend == "fa4":
+                raise UnsupportedError(
+                    expected="no padding, for attention backend 'fa4'",
+                    got="a key mask with zeros",
+                    remedy="Choose 'auto', or train on packed sequences.",
+                )
+            resolved = "triton"
+    if resolved == "fa4":
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        o_BTHD, lse_BHT = sink_attention_fa4(
+            q_BTHD,
+            k_BSKD,
+            v_BSKD,
+            sink_H,
+            window=window,
+            documents_BS=documents_BS,
+            scale=scale,
+            deterministic=deterministic,
+            head_groups=head_groups,
+        )
+    elif resolved == "flex":
+        from unsloth_plugins.core.sink_attention.flex import sink_attention_flex
+
+        o_BTHD, lse_BHT = sink_attention_flex(
+            q_BTHD,
+            k_BSKD,
+            v_BSKD,
+            sink_H,
+            window=window,
+            documents_BS=documents_BS,
+            key_mask_BS=key_mask_BS,
+            scale=scale,
+            softcap=softcap,
+        )
+    elif resolved == "triton":
         from unsloth_plugins.core.sink_attention.triton_op import sink_attention_triton
 
         o_BTHD, lse_BHT = sink_attention_triton(

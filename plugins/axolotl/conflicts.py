@@ -104,9 +104,7 @@ def check_packed(data: Mapping[str, Any]) -> None:
         if value := data.get(key):
             raise _conflict(expected, f"{key}: {_yaml(value)}", f"{key}:", why)
     if "quantization_config" in (data.get("overrides_of_model_config") or {}):
-        raise _conflict(
-            expected, "overrides_of_model_config: {quantization_config: ...}", "quantization_config:", why
-        )
+        raise _conflict(expected, "overrides_of_model_config: {quantization_config: ...}", "quantization_config:", why)
     folder = Path(data.get("lora_model_dir") or data.get("output_dir") or ".")
     adapter = folder / "adapter_config.json"
     if data.get("merge_lora") and adapter.is_file():

@@ -63,9 +63,7 @@ class UnslothCallback(TrainerMetrics):
         self.config = UnslothConfig.from_options(config, **options)
         self._chosen = config is not None or bool(options)
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check for conflicts, then apply. The optimizer does not exist yet."""
         self._apply(args, kwargs["model"])
 

@@ -47,9 +47,7 @@ def launch_all(dtype: torch.dtype) -> None:
             kernels.swiglu_backward(gate_up, bias, index, flat, wide[:, :hidden], part, has_more=more, **options)
     out = empty(tokens, hidden)
     kernels.combine(wide[:, :hidden], place, out, more_MH=empty(rows, hidden))
-    kernels.combine(
-        empty(rows, hidden), place, out, index_NK=place, weight_NK=weight, bias_EH=empty(experts, hidden)
-    )
+    kernels.combine(empty(rows, hidden), place, out, index_NK=place, weight_NK=weight, bias_EH=empty(experts, hidden))
     blocks, scales = empty(experts, hidden, 90, 16, of=torch.uint8), empty(experts, hidden, 90, of=torch.uint8)
     decode_triton(blocks, scales, empty(experts, hidden, hidden + rank)[..., :hidden])
     logits, labels = empty(512, 201_088), empty(512, of=torch.int64)

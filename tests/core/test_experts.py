@@ -87,8 +87,9 @@ def test_experts_without_tokens_and_one_token() -> None:
     layer, _ = _stock()
     weights = (layer.gate_up_proj, layer.gate_up_proj_bias, layer.down_proj, layer.down_proj_bias)
     x, index, weight = torch.randn(1, 24), torch.tensor([[3, 1]]), torch.tensor([[0.25, 0.75]])
-    one, grouped = experts(x, *weights, index, weight), experts_grouped(
-        x, *weights, index, weight, alpha=1.702, limit=7.0
+    one, grouped = (
+        experts(x, *weights, index, weight),
+        experts_grouped(x, *weights, index, weight, alpha=1.702, limit=7.0),
     )
     torch.testing.assert_close(one, grouped)
     (grad,) = torch.autograd.grad(one.sum(), layer.gate_up_proj)

@@ -5,6 +5,7 @@ The interpreter is chosen by the environment when triton is imported, so there t
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import subprocess
@@ -34,7 +35,7 @@ def test_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "10 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "11 passed" in done.stdout, done.stdout[-3000:]
 
 
 def _case(device: str, dtype: torch.dtype, tokens: int, rank: int = 8):  # type: ignore[no-untyped-def]
@@ -111,6 +112,25 @@ def test_output_and_every_gradient(device: str, dense: bool, rank: int, which: t
     for number, (want, loop, ours) in enumerate(zip(truth, eager, got, strict=True)):
         error, room = ((each.double() - want).norm() / want.norm() for each in (ours, loop))
         assert error <= 2 * room + 1e-6, f"{number}: {error:.1e} against {room:.1e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_holding_the_first_projection_changes_no_bit_and_lasts_for_two_backwards(device: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(fused, "TILE", 16)
+    case = _case(device, torch.float32 if device == "cpu" else torch.bfloat16, 37)
+    products = []
+    product = fused._Projection.__call__
+    monkeypatch.setattr(fused._Projection, "__call__", lambda self, *a: products.append(1) or product(self, *a))
+    plain = _run(fused.experts_fused, case)
+    plain_count = len(products)
+    held = _run(functools.partial(fused.experts_fused, hold=True), case)
+    assert plain_count == 9 and len(products) - plain_count == 6  # three tiles: one product less in backward
+    assert all(map(torch.equal, plain, held))
+    packed, biases, index, (x, weight, *_) = case
+    x = x.detach().requires_grad_()
+    y = fused.experts_fused(x, packed[0], biases[0], packed[1], biases[1], index, weight, hold=True, **OPTIONS)
+    once, twice = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(once, twice)
 
 
 @pytest.mark.parametrize("device", DEVICES)

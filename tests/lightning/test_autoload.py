@@ -88,9 +88,7 @@ def test_importing_us_loads_no_torch(tmp_path: Path) -> None:
         "import unsloth_plugins.lightning.registration as r; r.register = lambda root: 1 / 0",
     ],
 )
-def test_a_failure_breaks_neither_torch_nor_lightning(
-    sabotage: str, installed: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_failure_breaks_neither_torch_nor_lightning(sabotage: str, installed: dict[str, str], tmp_path: Path) -> None:
     root_of("lightning.pytorch")
     code = (
         f"import sys\n{sabotage}\nimport torch, lightning.pytorch\n"

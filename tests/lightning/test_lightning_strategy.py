@@ -201,9 +201,7 @@ def test_lightning_cli_takes_the_class_path(tmp_path: Path) -> None:
         "    class_path: unsloth_plugins.lightning.UnslothStrategy\n"
         "    init_args: {loss_chunk_mib: 64, attention: null, quiet: true}\n"
     )
-    cli = LightningCLI(
-        type(module_of(pl, tiny_llama)), run=False, args=["--config", str(tmp_path / "config.yaml")]
-    )
+    cli = LightningCLI(type(module_of(pl, tiny_llama)), run=False, args=["--config", str(tmp_path / "config.yaml")])
     assert cli.trainer.strategy.config == UnslothConfig(loss_chunk_mib=64, attention=None)
     assert cli.trainer.strategy.quiet
 

@@ -151,8 +151,8 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def run_case(case: Case, dtype: torch.dtype, device: str) -> None:
-    """Assert that outputs and gradients of the kernels are no further from the truth than eager's."""
+def run_case(case: Case, dtype: torch.dtype, device: str, backend: str = "triton") -> None:
+    """Assert that outputs and gradients of ``backend`` are no further from the truth than eager's."""
     batch, queries, keys, heads, kv_heads, size = case.shape
     generator = torch.Generator().manual_seed(1)
 
@@ -182,7 +182,7 @@ def run_case(case: Case, dtype: torch.dtype, device: str) -> None:
     truth = outputs(sink_attention, torch.float64, backend="reference", return_lse=True)
     plain = outputs(eager, dtype)
     with poisoned():
-        ours = outputs(sink_attention, dtype, backend="triton", head_groups=case.head_groups, return_lse=True)
+        ours = outputs(sink_attention, dtype, backend=backend, head_groups=case.head_groups, return_lse=True)
     assert ours[0].dtype == dtype and ours[1].dtype == torch.float32
     names = ("o", "lse", "dq", "dk", "dv", "dsink")
     for name, got, low, exact in zip(names, ours, plain, truth, strict=False):

@@ -1,0 +1,166 @@
+"""Which implementation serves a call: what was asked for, what can run here, and what was measured to be fastest.
+
+``auto`` follows a committed table instead of timing at run time, so that every rank, and a resumed run, chooses alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Literal, get_args
+
+import torch
+from packaging.version import Version
+
+from unsloth_plugins.core.device import why_no_triton
+from unsloth_plugins.core.errors import UnsupportedError
+
+Backend = Literal["auto", "triton", "fa4", "flex", "reference"]
+Resolved = Literal["triton", "fa4", "flex", "reference"]
+MAX_HEAD_SIZE = 256
+FA4_LEAST = Version("4.0.0b26")  # the first with the sink's gradient on Hopper
+NARROW = 512  # keys: windows up to this have kernels of their own
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Where flash-attn-4 beat the Triton kernels, forward and backward together.
+
+    Attributes:
+        tokens: from this length on.
+        version: of flash-attn-4 when it was measured; older ones are not taken by ``auto``.
+    """
+
+    tokens: int
+    version: Version
+
+
+# (major compute capability, padded head size, narrow window) -> when `auto` takes flash-attn-4. What is not here is
+# Triton's. Source: benchmarks/results, `python -m benchmarks attention` on an H200.
+FASTER_BY_FA4: dict[tuple[int, int, bool], Measured] = {
+    (9, 64, False): Measured(tokens=2048, version=Version("4.0.0b36")),
+    (9, 128, False): Measured(tokens=2048, version=Version("4.0.0b36")),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the choice depends on.
+
+    Attributes:
+        device, dtype: of q, k and v.
+        head_size: D.
+        queries, keys: T and S; ``None`` where they are not known yet.
+        window: keys that a query sees, or ``None``.
+        softcap: whether the logits are capped, or their scale is not positive.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_size: int
+    queries: int | None = None
+    keys: int | None = None
+    window: int | None = None
+    softcap: bool = False
+
+
+@lru_cache(1024)
+def resolve_backend(choice: Backend, call: Call) -> tuple[Resolved, str]:
+    """What ``choice`` means for ``call``, and why.
+
+    Raises:
+        UnsupportedError: a backend was asked for that does not exist or can't run here.
+    """
+    if choice not in get_args(Backend):
+        raise UnsupportedError(
+            expected=f"backend to be one of {', '.join(map(repr, get_args(Backend)))}",
+            got=repr(choice),
+            remedy="Leave it out for the default.",
+        )
+    if choice == "reference":
+        return "reference", "asked for"
+    if choice != "auto":
+        reason = {"triton": why_not_triton, "fa4": why_not_fa4, "flex": why_not_flex}[choice](call)
+        if reason is not None:
+            raise UnsupportedError(
+                expected=f"inputs, a device and packages with which attention backend {choice!r} runs",
+                got=reason,
+                remedy="Choose 'auto'.",
+            )
+        return choice, "asked for"
+    if prefers_fa4(call):
+        return "fa4", f"flash-attn-4 {fa4_version()}, measured faster for heads of {call.head_size}"
+    reason = why_not_triton(call)
+    if reason is not None:
+        return "reference", f"no kernel: {reason}"
+    return "triton", f"{call.dtype} on CUDA".replace("torch.", "") if call.device.type == "cuda" else "interpreted"
+
+
+def why_not_triton(call: Call) -> str | None:
+    """Why the Triton kernels can't serve, or ``None``: D <= 256, fp16, bf16 or fp32, on CUDA or in the interpreter."""
+    if call.head_size > MAX_HEAD_SIZE:
+        return f"head size {call.head_size}, above {MAX_HEAD_SIZE}"
+    if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return str(call.dtype)
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if call.device.type == "cpu":
+        from unsloth_plugins.core.sink_attention import triton_op
+
+        return None if triton_op.INTERPRETED else "a tensor on cpu"
+    reason = why_no_triton(call.device, call.dtype)
+    wide = call.head_size > 128 and call.dtype == torch.float32
+    if reason is None and wide and torch.cuda.get_device_capability(call.device) < (8, 0):
+        reason = f"float32 heads of {call.head_size}, too large for the shared memory of compute capability 7.5"
+    return reason
+
+
+@cache
+def fa4_version() -> Version | None:
+    """The installed version of flash-attn-4, or ``None``."""
+    try:
+        return Version(version("flash-attn-4")) if find_spec("flash_attn") is not None else None
+    except PackageNotFoundError:
+        return None
+
+
+def why_not_fa4(call: Call) -> str | None:
+    """Why flash-attn-4 can't serve, or ``None``: Hopper or Blackwell, fp16 or bf16, as many queries as keys."""
+    found = fa4_version()
+    if found is None or found < FA4_LEAST:
+        return f"flash-attn-4 {found or 'not installed'}, {FA4_LEAST} or newer needed"
+    if call.device.type != "cuda" or torch.cuda.get_device_capability(call.device)[0] not in (9, 10, 11):
+        return f"a device that it has no sink gradient for: {call.device}"
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return str(call.dtype)
+    if call.head_size > 128 or call.head_size % 8:
+        return f"head size {call.head_size}: a multiple of 8 up to 128 needed"
+    if call.queries is not None and call.queries != call.keys:
+        return f"{call.queries} queries for {call.keys} keys"
+    if call.softcap:
+        return "a softcap of the logits, or a scale that is not positive"
+    return None
+
+
+def prefers_fa4(call: Call) -> bool:
+    """Whether the table gives the call to flash-attn-4, and it can run."""
+    if call.device.type != "cuda" or fa4_version() is None or call.queries is None:
+        return False
+    size = max(64, 1 << (call.head_size - 1).bit_length())
+    narrow = call.window is not None and call.window <= NARROW
+    row = FASTER_BY_FA4.get((torch.cuda.get_device_capability(call.device)[0], size, narrow))
+    found = fa4_version()
+    if row is None or found is None or found < row.version or call.queries < row.tokens:
+        return False
+    return why_not_fa4(call) is None
+
+
+def why_not_flex(call: Call) -> str | None:
+    """Why torch's flex attention can't serve, or ``None``: CUDA, and a head size that is a power of two from 16 on."""
+    if call.device.type != "cuda":
+        return f"a tensor on {call.device.type}"
+    if call.head_size < 16 or call.head_size & (call.head_size - 1):
+        return f"head size {call.head_size}: a power of two from 16 on needed"
+    return None
