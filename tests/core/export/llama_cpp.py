@@ -42,6 +42,14 @@ class LlamaCpp:
         best = [{each["id"]: each["logprob"] for each in place["top_logprobs"]} for place in places]
         return [place["id"] for place in places], best
 
+    def logprob(self, ids: list[int], token: int) -> float:
+        """Log probability of ``token`` after ``ids``; cheap where most of ``ids`` was the last call's."""
+        for top in (300, 1 << 20):
+            found = self.complete(ids, 1, top)[1][0]
+            if token in found:
+                return found[token]
+        raise AssertionError(f"llama.cpp gives no probability for {token}")
+
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """As llama.cpp splits it, with what it adds at the ends."""
         body = json.dumps({"content": text, "add_special": special, "parse_special": True}).encode()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from assets import gpt_oss_tokenizer_dir, smollm2_dir
+from assets import gpt_oss_tokenizer_dir, smollm2_dir, sotu_texts
 from llama_cpp import LlamaCpp
 from merge_cases import EVERYTHING, randomise, train_packed
 from peft import LoraConfig, get_peft_model
@@ -77,13 +77,13 @@ def test_smollm2_with_an_adapter_and_quantised(tmp_path: Path) -> None:
     randomise(model, std=0.06)
     model.save_pretrained(tmp_path / "adapter")
     ids = AutoTokenizer.from_pretrained(folder)("The history of Rome began when").input_ids
-    tokens, first = _greedy(model.eval(), ids, 16)
+    tokens, first = _greedy(model.eval(), ids, 32)
     with model.disable_adapter():
         _, untrained = _greedy(model, ids, 1)
     for quant, tolerance in (("f16", 0.05), ("q8_0", 0.3), ("q4_0", 2.0)):
         export_gguf(folder, tmp_path / f"{quant}.gguf", adapter=tmp_path / "adapter", quant=quant)
         with LlamaCpp(tmp_path / f"{quant}.gguf") as llama:
-            got, best = llama.complete(ids, 16)
+            got, best = llama.complete(ids, 32 if quant == "f16" else 1)
         _assert_close(best[0], first, tolerance)
         if quant == "f16":
             assert got == tokens
@@ -120,20 +120,36 @@ def _small_gpt_oss(folder: Path, packed: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("quant", ["f32", "bf16", "mxfp4"])
-def test_small_gpt_oss_with_its_own_tokenizer(tmp_path: Path, quant: str) -> None:
+@torch.no_grad()
+def test_perplexity_of_a_long_address_is_that_of_transformers(tmp_path: Path) -> None:
+    folder = smollm2_dir()
+    export_gguf(folder, tmp_path / "model.gguf", quant="f16")
+    longest = max(sotu_texts(), key=lambda path: path.stat().st_size)
+    ids = AutoTokenizer.from_pretrained(folder)(longest.read_text()).input_ids[:512]
+    logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    want = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).exp().item()
+    with LlamaCpp(tmp_path / "model.gguf", context=600) as llama:
+        losses = [-llama.logprob(ids[:end], ids[end]) for end in range(1, len(ids))]
+    got = torch.tensor(losses).mean().exp().item()
+    print(f"perplexity of 512 tokens: transformers {want:.4f}, llama.cpp {got:.4f}")
+    assert 5 < want < 100 and got == pytest.approx(want, rel=0.005)
+
+
+@pytest.mark.parametrize(("quant", "equal"), [("f32", 32), ("f16", 32), ("bf16", 1), ("mxfp4", 1)])
+def test_small_gpt_oss_with_its_own_tokenizer(tmp_path: Path, quant: str, equal: int) -> None:
     folder = _small_gpt_oss(tmp_path / "base", packed=True)
     export_gguf(folder, tmp_path / "model.gguf", quant=quant)
     merge(folder, [], tmp_path / "dense", dtype="fp32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer("The quick brown fox jumps over the lazy dog, and then it sleeps for 12345 hours.").input_ids
+    text = "Call me Ishmael. Some years ago, never mind how long precisely, having little money in my purse, I sailed."
+    ids = tokenizer(text).input_ids
     assert len(ids) > 2 * 8  # beyond the window
-    tokens, first = _greedy(model, ids, 8)
+    tokens, first = _greedy(model, ids, 32)
     with LlamaCpp(tmp_path / "model.gguf") as llama:
-        got, best = llama.complete(ids, 8)
+        got, best = llama.complete(ids, 32)
         _assert_close(best[0], first, 0.05)
-        assert got[0] == tokens[0]
+        assert got[:equal] == tokens[:equal]
         _same_tokens(llama, tokenizer)
 
 
