@@ -65,3 +65,16 @@ def test_what_makes_rows_incomparable_is_found() -> None:
     assert disagreements([row, row | {"impl": "ours", "loss": 2.01}]) == []
     found = disagreements([row | {"impl": "ours", "grad_norm": 1.02, "trainable_params": 6}, row])
     assert len(found) == 2 and "trains 6" in found[0] and "1.0200 of ours" in found[1]
+
+
+@pytest.mark.slow
+def test_rows_of_merge(tmp_path: Path) -> None:
+    options = ["--model", "tiny", "--lora-rank", "4", "--dtype", "mxfp4,bf16", "--folder", str(tmp_path / "kept")]
+    command = [sys.executable, "-m", "benchmarks", "merge", *options, "--json", str(tmp_path / "rows.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    packed, dense = json.loads((tmp_path / "rows.json").read_text())
+    assert (packed["dtype"], dense["dtype"]) == ("mxfp4", "bf16") and packed["merged_tensors"] == 2 * 6
+    assert 0 < packed["relative_error"] < 0.15 and dense["relative_error"] is None
+    assert packed["seconds"] > 0 and 0 < packed["peak_rss_gib"] < 2 and packed["cores"] > 0
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["adapter", "base"]

@@ -153,7 +153,7 @@ def _write(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_metadata(writer, merged, notes)
     assert merged.vocab_size is not None
-    add_vocabulary(writer, tokenizer, merged.vocab_size)
+    add_vocabulary(writer, tokenizer, merged.vocab_size, notes)
     files, needed = write(writer, output, tensors, progress)
     return GgufReport(files[0], files, {tensor.name: tensor.type for tensor in tensors}, needed, notes)
 

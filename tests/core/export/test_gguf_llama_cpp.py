@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from assets import gpt_oss_tokenizer_dir, smollm2_dir, sotu_texts
+from assets import gemma3_tokenizer_dir, gpt_oss_tokenizer_dir, mistral_tokenizer_dir, smollm2_dir, sotu_texts
 from llama_cpp import LlamaCpp
 from merge_cases import EVERYTHING, randomise, train_packed
 from peft import LoraConfig, get_peft_model
@@ -224,6 +225,29 @@ def test_a_file_in_several_parts(tmp_path: Path) -> None:
         _same_tokens(llama, tokenizer)
     _assert_close(best[0], first, 0.05)
     assert got == tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokenizer_dir"), [("mistral", mistral_tokenizer_dir), ("gemma", gemma3_tokenizer_dir)]
+)
+def test_real_sentencepiece_tokenizers(tmp_path: Path, kind: str, tokenizer_dir: Callable[[], Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir())
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, head_dim=16)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=1, vocab_size=max(tokenizer.get_vocab().values()) + 1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, sliding_window=None, **sizes)).eval()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    report = export_gguf(tmp_path / "model", tmp_path / "model.gguf", quant="f16")
+    ids = tokenizer("It's a truth universally acknowledged: 12 名, naïve 😀\n").input_ids
+    _, first = _greedy(model, ids, 1)
+    with LlamaCpp(tmp_path / "model.gguf") as llama:
+        _assert_close(llama.complete(ids, 1)[1][0], first, 0.05)
+        for text in PROBES:
+            if kind == "mistral" and text.startswith(" "):
+                assert "puts a space" in report.notes[0]
+                text = text.lstrip()
+            assert llama.tokenize(text) == tokenizer(text).input_ids, text
 
 
 _LLAMA3 = dict(
