@@ -27,8 +27,8 @@ _CHILD = """
 import json, sys, time
 begin = time.perf_counter()
 from unsloth_plugins.core.export import merge
-base, adapter, out, dtype, shard = sys.argv[1:]
-report = merge(base, adapter, out, dtype=dtype, max_shard_bytes=int(shard))
+base, adapter, out, dtype, shard, device = sys.argv[1:]
+report = merge(base, adapter, out, dtype=dtype, max_shard_bytes=int(shard), device=device)
 seconds = time.perf_counter() - begin
 (peak,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
 errors = [vars(error) for error in report.requantised.values()]
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora-rank", type=int, default=16)
     parser.add_argument("--dtype", default="mxfp4", help="formats of the result, with commas: mxfp4, bf16, ...")
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest weight file in GB (10^9 bytes)")
+    parser.add_argument("--device", default="cpu", help="where the sums are computed: cpu or cuda")
     parser.add_argument("--folder", type=Path, help="keep base and adapter here; the results are removed")
     parser.add_argument("--json", type=Path, help="write the rows here")
 
@@ -102,7 +103,8 @@ def write_adapter(base: Path, folder: Path, rank: int) -> None:
 def _row(folder: Path, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
     out = folder / f"merged-{dtype}"
     line = [sys.executable, "-c", _CHILD, str(folder / "base"), str(folder / "adapter"), str(out), dtype]
-    done = subprocess.run([*line, str(int(options.shard_gb * 1e9))], stdout=subprocess.PIPE, text=True, check=True)
+    line += [str(int(options.shard_gb * 1e9)), options.device]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
     seconds, peak, needed, merged, errors = json.loads(done.stdout)
     sizes = [path.stat().st_size for path in out.iterdir()]
     layers = json.loads((out / "config.json").read_text())["num_hidden_layers"]
@@ -118,6 +120,8 @@ def _row(folder: Path, dtype: str, options: argparse.Namespace) -> dict[str, Any
         "layers": layers,
         "lora_rank": options.lora_rank,
         "dtype": dtype,
+        "device": options.device,
+        "threads": torch.get_num_threads(),
         "seconds": round(seconds, 1),
         "peak_rss_gib": round(peak / 2**30, 3),
         "largest_shard_gib": round(max(sizes) / 2**30, 3),

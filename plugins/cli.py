@@ -105,6 +105,7 @@ def merge(
     adapter: AdapterOption = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, mxfp4 (gpt-oss), or nf4 (bitsandbytes).")] = "bf16",
     max_shard_gb: Annotated[float, typer.Option(help="Largest weight file in GB (10^9 bytes).")] = 4.0,
+    device: Annotated[str, typer.Option(help="Where the sums are computed: cpu or cuda.")] = "cpu",
     allow_other_base: OtherBase = False,
     as_json: Json = False,
 ) -> None:
@@ -131,6 +132,7 @@ def merge(
             dtype=dtype,
             max_shard_bytes=int(max_shard_gb * 1e9),
             allow_other_base=allow_other_base,
+            device=device,
             progress=progress,
         )
     if as_json:

@@ -50,9 +50,9 @@ class Term:
     scaling: float
     n_experts: int = 1
 
-    def rows(self, begin: int, end: int | None) -> torch.Tensor:
-        """Rows of the sum in float32."""
-        a, b = self.factors()
+    def rows(self, begin: int, end: int | None, device: torch.device) -> torch.Tensor:
+        """Rows of what is added, in float32."""
+        a, b = (factor.to(device) for factor in self.factors())
         if self.layout == "linear":
             return (b[begin:end] @ a) * self.scaling
         if self.layout in ("transposed", "embedding"):

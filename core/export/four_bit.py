@@ -145,7 +145,7 @@ def _quantised(
         text = json.dumps(mine).ljust(width).encode()
         parts[f".quant_state.bitsandbytes__{kind}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         stored = MemoryTensors({f"{name}{suffix}": part for suffix, part in parts.items()})
-        errors[name] = _error(Base(stored, {}).read(name).float(), wide, before)
+        errors[name] = _error(Base(stored, {}, merged.base.device).read(name).float(), wide, before)
 
     def pieces_of(suffix: str) -> Iterator[torch.Tensor]:
         if suffix not in parts:

@@ -14,7 +14,7 @@ import torch
 from unsloth_plugins.core.errors import ConfigError, ExportError
 from unsloth_plugins.core.export import four_bit
 from unsloth_plugins.core.export.adapter import Adapter
-from unsloth_plugins.core.export.base import Base, fingerprint, open_base, resolve_folder, spans
+from unsloth_plugins.core.export.base import Base, check_device, fingerprint, open_base, resolve_folder, spans
 from unsloth_plugins.core.export.folder import appearing, check_space, cleaned_config, copy_files, side_files
 from unsloth_plugins.core.export.journal import Journal
 from unsloth_plugins.core.export.merged import Merged
@@ -61,6 +61,7 @@ def merge(
     dtype: str = "bf16",
     max_shard_bytes: int = SHARD_BYTES,
     allow_other_base: bool = False,
+    device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> MergeReport:
     """Write the merged model of a base folder and adapter folders.
@@ -76,6 +77,7 @@ def merge(
             4 bits of bitsandbytes (its settings, where the base is in such), the rest in bf16, one layer in memory.
         max_shard_bytes: of one weight file; a larger tensor gets a file of its own.
         allow_other_base: merge although the adapter names another base.
+        device: where the sums are computed, piece by piece: "cpu", "cuda".
         progress: called with bytes done, bytes in all, and the tensor's name.
 
     Raises:
@@ -83,8 +85,9 @@ def merge(
         ConfigError: an option that can't be.
         UnsupportedError: an adapter or a quantisation that can't be merged.
     """
+    check_device(device)
     folder = resolve_folder(base)
-    opened = open_base(folder)
+    opened = open_base(folder, device)
     adapters = open_adapters(adapter)
     notes = [check_base(one, base, folder, opened.source, allow_other_base) for one in adapters]
     where = {"base": str(base), "base_fingerprint": fingerprint(opened.source)}
@@ -158,7 +161,8 @@ def write_merged(
     _log.info("%s needs %s bytes", output, f"{report.bytes_needed:,}")
     if base.tied and not merged.tied:
         notes.append("The head is no longer the embedding: it was written as a tensor of its own.")
-    plan = plan_of(base.source, adapters, outputs, where, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    options = dict(dtype=dtype, max_shard_bytes=max_shard_bytes, device=str(base.device))
+    plan = plan_of(base.source, adapters, outputs, where, **options)
     with appearing(output, resumable=isinstance(base.source, FileTensors)) as place:
         journal = Journal(place, plan, report.requantised)
         hashes = write_shards(place, outputs, max_bytes=max_shard_bytes, finished=journal, progress=progress)

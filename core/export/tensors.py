@@ -185,8 +185,8 @@ def open_folder(folder: Path) -> FileTensors:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy where it is contiguous already."""
-    flat = tensor.contiguous().view(-1)
+    """The bytes of a tensor on any device, without a copy where it is contiguous on the CPU already."""
+    flat = tensor.contiguous().view(-1).cpu()
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
