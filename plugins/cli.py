@@ -213,6 +213,9 @@ def tokenizer(
     chat_template: Annotated[
         str | None, typer.Option(help="For a tokenizer without one: chatml, harmony, or the template's text.")
     ] = None,
+    add_tokens: Annotated[
+        bool, typer.Option("--add-tokens", help="With --chat-template chatml: add its tokens where they are missing.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what a repair would do, and write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -232,9 +235,11 @@ def tokenizer(
 
     if chat_template and not (repair or dry_run):
         raise typer.BadParameter("--chat-template needs --repair or --dry-run.")
+    if add_tokens and chat_template != "chatml":
+        raise typer.BadParameter("--add-tokens needs --chat-template chatml.")
     with _errors(as_json):
         if repair or dry_run:
-            report = repair_folder(model, repair, chat_template=chat_template, dry_run=dry_run)
+            report = repair_folder(model, repair, chat_template=chat_template, add_tokens=add_tokens, dry_run=dry_run)
             done, left = report.done, report.left
         else:
             done, left = [], check_folder(model)

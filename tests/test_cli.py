@@ -86,6 +86,7 @@ def test_tokenizer_checks_and_repairs(tmp_path: Path) -> None:
     assert stops == [broken.convert_tokens_to_ids("<|im_end|>"), 1]
     assert "no faults found" in run("tokenizer", tmp_path / "out").stdout
     run("tokenizer", base, "--chat-template", "chatml", status=2)
+    run("tokenizer", base, "--dry-run", "--add-tokens", status=2)
 
 
 def test_module_runs_and_importing_the_package_needs_no_typer() -> None:

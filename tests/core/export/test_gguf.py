@@ -11,9 +11,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from merge_cases import save_llama, save_packed, small_tokenizer, tensors, train_llama, train_packed
+from merge_cases import randomise, save_llama, save_packed, small_tokenizer, tensors, train_llama, train_packed
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export import export_gguf, merge
@@ -125,12 +126,26 @@ def test_case_22_tied_and_parted_heads_and_new_rows(tmp_path: Path) -> None:
     assert np.array_equal(values["output.weight"], adapter["base_model.model.lm_head.weight"].numpy())
     assert np.array_equal(values["token_embd.weight"], adapter["base_model.model.model.embed_tokens.weight"].numpy())
     assert len(fields["tokenizer.ggml.tokens"]) == 160
+    grown = AutoModelForCausalLM.from_pretrained(base)
+    grown.resize_token_embeddings(168)
+    model = get_peft_model(grown, LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]))
+    randomise(model)
+    model.save_pretrained(tmp_path / "grown", save_embedding_layers=True)
+    export_gguf(base, tmp_path / "grown.gguf", adapter=tmp_path / "grown", quant="f32")
+    merge(base, tmp_path / "grown", tmp_path / "merged", dtype="fp32")
+    values, fields, _ = _read(tmp_path / "grown.gguf")
+    merged = tensors(tmp_path / "merged")
+    assert values["token_embd.weight"].shape == (168, 64) == values["output.weight"].shape
+    assert np.array_equal(values["token_embd.weight"], merged["model.embed_tokens.weight"].numpy())
+    assert np.array_equal(values["output.weight"], merged["lm_head.weight"].numpy())
+    assert len(fields["tokenizer.ggml.tokens"]) == 168
 
 
 def test_vocabulary_types_and_ids(tmp_path: Path) -> None:
     base = _llama(tmp_path)
     tokenizer = small_tokenizer()
-    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = "{{ messages }}<|im_end|>"
     tokenizer.save_pretrained(base)
     export_gguf(base, tmp_path / "m.gguf", quant="q8_0")
     _, fields, types = _read(tmp_path / "m.gguf")
@@ -141,7 +156,8 @@ def test_vocabulary_types_and_ids(tmp_path: Path) -> None:
     assert tokens[extra] == "<extra>" and kinds[extra] == 4 and kinds[extra - 1] == 1
     assert tokens[-1] == "[PAD159]" and kinds[-1] == 5 and len(tokens) == len(kinds) == 160
     assert fields["tokenizer.ggml.model"] == "gpt2" and fields["tokenizer.ggml.pre"] == "gpt-2"
-    assert fields["tokenizer.chat_template"] == "{{ messages }}"
+    assert fields["tokenizer.chat_template"] == "{{ messages }}<|im_end|>"
+    assert fields["tokenizer.ggml.eot_token_id"] == tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [fields[f"tokenizer.ggml.{name}_token_id"] for name in ("padding", "eos", "bos")]
     assert ids == [0, 1, 2] and fields["tokenizer.ggml.add_bos_token"] is False
     assert types["blk.0.ffn_down.weight"] == "q8_0"

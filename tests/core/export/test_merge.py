@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -158,7 +159,12 @@ def test_case_16_packed_again_only_where_merged(tmp_path: Path) -> None:
     assert (got - want).norm() < 0.5 * (start - want).norm()
     manifest = json.loads((tmp_path / "out" / "export_manifest.json").read_text())
     assert manifest["requantised"].keys() == report.requantised.keys()
-    assert all(name in before for name in manifest["base_sha256"])
+    for name, digest in manifest["base_sha256"].items():
+        assert digest == hashlib.sha256(before[name].contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    (file,) = report.files
+    assert manifest["files"] == {file: hashlib.sha256((tmp_path / "out" / file).read_bytes()).hexdigest()}
+    stored_adapter = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert manifest["adapters"][0]["sha256"] == hashlib.sha256(stored_adapter).hexdigest()
 
 
 def test_case_16_dense_base_can_be_packed(tmp_path: Path) -> None:
