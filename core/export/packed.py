@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from unsloth_plugins.core.errors import UnsupportedError
-from unsloth_plugins.core.export.base import spans
+from unsloth_plugins.core.export.base import Base, spans
 from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.tensors import Info, Output
 from unsloth_plugins.core.mxfp4.codec import BLOCK, BYTES, decode, encode
 
 _PIECE = 4 << 20
 _EXPERTS = ("gate_up_proj", "down_proj")
+_NOT_PACKED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 
 
 @dataclass
@@ -31,6 +33,14 @@ class Requantised:
     relative_error: float
     largest_error: float
     error_over_change: float | None
+
+
+def quantization_of(base: Base) -> dict[str, Any]:
+    """The ``quantization_config`` of a packed result: the base's own, or that of the published gpt-oss."""
+    stored = base.config.get("quantization_config")
+    if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4":
+        return stored
+    return {"quant_method": "mxfp4", "modules_to_not_convert": list(_NOT_PACKED)}
 
 
 def packed_outputs(merged: Merged, errors: dict[str, Requantised]) -> list[Output]:
@@ -113,6 +123,9 @@ def _encoded(merged: Merged, name: str, info: Info, errors: dict[str, Requantise
         )
 
     def scales() -> Iterator[torch.Tensor]:
+        if not scales_of_all:  # the blocks are in a file that an earlier run finished
+            for _ in blocks_of_all():
+                pass
         yield from scales_of_all
         scales_of_all.clear()
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
+from axolotl.utils.distributed import is_main_process
 from axolotl.utils.logging import get_logger
 from torch import nn
-from transformers import AutoConfig, TrainerCallback
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 
 from unsloth_plugins.axolotl.args import config_of, uses_plugin
 from unsloth_plugins.axolotl.conflicts import check_config, check_packed
 from unsloth_plugins.core import apply
+from unsloth_plugins.core.export import check_model, merge_model
 from unsloth_plugins.core.mxfp4 import packed_config
 from unsloth_plugins.trainer_metrics import TrainerMetrics
 
@@ -59,8 +62,29 @@ class UnslothPlugin(BasePlugin):
             LOG.info("%s", applied.report())
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: nn.Module) -> list[TrainerCallback]:
-        """Tokens per second, peak memory and host memory in the logs."""
-        return [TrainerMetrics()] if uses_plugin(cfg) else []
+        """Tokens per second, peak memory and host memory in the logs. What would prevent a merge at the end stops here.
+
+        Raises:
+            ConfigError, UnsupportedError, ExportError: see ``unsloth_plugins.core.export.check_model``.
+        """
+        if not uses_plugin(cfg):
+            return []
+        options = cfg.unsloth or {}
+        if options.get("save_merged"):
+            check_model(model, options["save_merged"], dtype=options.get("merged_dtype") or "bf16")
+        return [TrainerMetrics()]
+
+    def post_train(self, cfg: Any, model: nn.Module) -> None:
+        """Write the merged model to ``save_merged``, with the tokenizer that Axolotl put into ``output_dir``.
+
+        Axolotl calls this twice: after the last step, and after it has saved the adapter.
+        """
+        output = (cfg.unsloth or {}).get("save_merged") if uses_plugin(cfg) else None
+        if not output or not is_main_process() or Path(output).exists():
+            return
+        tokenizer = AutoTokenizer.from_pretrained(cfg.output_dir)
+        report = merge_model(model, output, dtype=cfg.unsloth.get("merged_dtype") or "bf16", tokenizer=tokenizer)
+        LOG.info("Merged model in %s", report.output)
 
 
 def _is_mxfp4(cfg: dict[str, Any]) -> bool:

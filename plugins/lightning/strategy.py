@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from unsloth_plugins.core import Applied, UnslothConfig
-from unsloth_plugins.core.errors import ModelError
+from unsloth_plugins.core.errors import ConfigError, ModelError
+from unsloth_plugins.core.export import MergeReport, merge_model
 from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import add_missing_adapters
 from unsloth_plugins.lightning.callback import MetricsMixin
@@ -90,6 +92,24 @@ class StrategyMixin(_Base):
             self._trainer.callbacks.remove(self._metrics)
         self._metrics = self._trainer = None
         super().teardown()
+
+    # --- results
+
+    def save_merged(self, output: str | Path, *, dtype: str = "bf16", **options: Any) -> MergeReport | None:
+        """Write the merged model of the PEFT model in the module: ``trainer.strategy.save_merged("merged")`` after fit.
+
+        Args:
+            output, dtype, options: as for ``unsloth_plugins.core.export.merge_model``, such as ``tokenizer``.
+
+        Returns:
+            The report; ``None`` on processes other than the first, which do nothing.
+
+        Raises:
+            ConfigError: there is no module yet, or no PEFT model in it; else see ``merge_model``.
+        """
+        if self.lightning_module is None:
+            raise ConfigError(expected="a trained module", got="none", remedy="Call trainer.fit first.")
+        return merge_model(self.lightning_module, output, dtype=dtype, **options) if self.is_global_zero else None
 
     # --- checkpoints
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +90,21 @@ def test_preprocess_then_train_with_accumulation(tmp_path: Path) -> None:
     axolotl("preprocess", settings, tmp_path)
     axolotl("train", settings, tmp_path)
     assert len(losses(tmp_path / "out")) == 3
+
+
+def test_the_merged_model_is_saved_at_the_end_and_by_the_command_that_a_refusal_names(tmp_path: Path) -> None:
+    write_assets(tmp_path, pack_experts(tiny_gpt_oss()))
+    options: dict[str, Any] = dict(lora_target_modules=EXPERTS, **SAVE)
+    options["unsloth"] = {"save_merged": str(tmp_path / "merged"), "merged_dtype": "fp32"}
+    printed = axolotl("train", config(tmp_path, **options), tmp_path)
+    assert f"Merged model in {tmp_path / 'merged'}" in printed
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    refusal = axolotl("merge-lora", config(tmp_path, attn_implementation=None, **options), tmp_path, check=False)
+    command = re.search(r"`unsloth-plugins (merge [^`]+)`", refusal)
+    assert command, refusal[-3000:]
+    main = [sys.executable, "-m", "unsloth_plugins", *command[1].split(), "--dtype", "fp32", "--json"]
+    done = subprocess.run(main, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    again = load_file(tmp_path / "out" / "merged" / "model.safetensors")
+    assert again.keys() == merged.keys() and all(torch.equal(again[name], merged[name]) for name in again)

@@ -12,6 +12,7 @@ import torch
 from conftest import batch_of, tiny_gpt2, tiny_gpt_oss, tiny_llama
 from fitting import ROOTS, batches, classes, lora, module_of, root_of, trainer_of
 from torch.utils.data import DataLoader, RandomSampler
+from transformers import LlamaForCausalLM
 
 import unsloth_plugins.lightning  # noqa: F401
 from unsloth_plugins.core import UnslothConfig, applied_to
@@ -203,3 +204,20 @@ def test_lightning_cli_takes_the_class_path(tmp_path: Path) -> None:
     cli = LightningCLI(type(module_of(pl, tiny_llama)), run=False, args=["--config", str(tmp_path / "config.yaml")])
     assert cli.trainer.strategy.config == UnslothConfig(loss_chunk_mib=64, attention=None)
     assert cli.trainer.strategy.quiet
+
+
+def test_the_merged_model_is_saved_after_fit(tmp_path: Path) -> None:
+    pl = root_of("lightning.pytorch")
+    base = tiny_llama()
+    base.save_pretrained(tmp_path / "base")
+    base.config.name_or_path = str(tmp_path / "base")
+    module, trainer = module_of(pl, lambda: lora(base)), trainer_of(pl, tmp_path, strategy="unsloth")
+    with pytest.raises(ConfigError, match="trainer.fit"):
+        trainer.strategy.save_merged(tmp_path / "out")
+    trainer.fit(module, batches())
+    report = trainer.strategy.save_merged(tmp_path / "out", dtype="fp32")
+    assert len(report.merged) == 2 * 2
+    batch = batch_of(2, 24)
+    with torch.no_grad():
+        again = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()(**batch).logits
+        torch.testing.assert_close(again, module.model.eval()(**batch).logits + 0, rtol=1e-5, atol=1e-5)
