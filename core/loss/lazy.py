@@ -101,7 +101,7 @@ class LazyLogits(torch.Tensor):
 
 _GRAPH = {
     torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
 }
 _SCALAR_STEPS = {"mul", "div", "true_divide", "__mul__", "__rmul__", "__truediv__"}
 _METADATA = {
