@@ -27,6 +27,7 @@ from unsloth_plugins.core.models.attention import ConfigSwap, attention_backend,
 from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
 from unsloth_plugins.core.models.experts import PackedExperts, patch_experts
+from unsloth_plugins.core.models.lora import keep_4bit_weights_on_cpu, patch_lora
 from unsloth_plugins.core.offload.checkpoint import offload_checkpoint
 from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.patches import PatchSet
@@ -80,6 +81,7 @@ class Applied:
     def report(self) -> str:
         """A table of what was changed, what was left alone, and why."""
         self.sync_checkpointing()
+        self._sync_lora()
         if self.tokens_seen and chunked_losses(self.parts.causal_lm) == 0:
             self._note("loss", "left alone", "the trainer or the model computes its own, past the chunked one")
         name = type(self.parts.causal_lm).__name__
@@ -154,6 +156,7 @@ class Applied:
             return
         if torch.is_grad_enabled():
             self.sync_checkpointing()
+        self._sync_lora()
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is not None:
             self.tokens_seen += ids.numel()
@@ -226,6 +229,13 @@ class Applied:
             self._note("adapters", "left alone", frozen)
             logger.warning("%s", frozen)
 
+    def _sync_lora(self) -> None:
+        """Fuse adapters on linear layers; those that came since are fused before the next forward in training mode."""
+        if self.config.lora is None:
+            self._note("lora", "left alone", "switched off in the config")
+        elif (found := patch_lora(self.parts.causal_lm, self._patches)) is not None:
+            self._note("lora", "on" if "adapter in one product" in found else "left alone", found)
+
     def lacks_adapters(self) -> bool:
         """Whether an adapter asks for LoRA on experts that is not there."""
         return bool(missing_adapters(self.parts))
@@ -274,6 +284,11 @@ class Applied:
             self._apply_loss()
             self._apply_checkpointing()
             self.add_adapters()
+            self._sync_lora()
+            if told := keep_4bit_weights_on_cpu(self.parts.causal_lm, self._patches):
+                self._note(
+                    "4-bit weights", "on", f"{told} layers kept from repacking for the CPU, which corrupts gradients"
+                )
         except BaseException:
             self.undo()
             raise

@@ -12,6 +12,7 @@ from unsloth_plugins.core.errors import ConfigError
 _CHOICES: dict[str, tuple[object, ...]] = {
     "attention": ("auto", "triton", "fa4", "flex", "reference", None),
     "experts": ("auto", "reference", "grouped_mm", None),
+    "lora": ("auto", None),
     "loss": ("auto", "chunked", None),
     "gradient_checkpointing": ("auto", True, False),
     "offload": ("auto", True, False),
@@ -31,6 +32,11 @@ class UnslothConfig:
     experts: Literal["auto", "reference", "grouped_mm"] | None = "auto"
     """Mixture-of-experts layers: ``grouped_mm`` is one grouped GEMM for all experts, ``reference`` a loop over them;
     ``auto`` takes ``grouped_mm`` for bf16 experts on CUDA and ``reference`` elsewhere."""
+
+    lora: Literal["auto"] | None = "auto"
+    """PEFT's LoRA on linear layers: ``auto`` lets the product of each adapter add to its base layer's output, where the
+    base is frozen (dense, or in 4 bits by bitsandbytes) and the adapter a plain one without dropout; ``None`` leaves
+    all to PEFT."""
 
     loss: Literal["auto", "chunked"] | None = "auto"
     """Cross entropy that never holds the logits of all tokens. ``auto`` uses it wherever the head is recognised,

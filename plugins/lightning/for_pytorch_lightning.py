@@ -7,9 +7,9 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from unsloth_plugins.lightning.callback import CallbackMixin, MetricsMixin
-from unsloth_plugins.lightning.strategy import StrategyMixin
+from unsloth_plugins.lightning.strategy import ShardingMixin, StrategyMixin
 
-__all__ = ["UnslothCallback", "UnslothDDPStrategy", "UnslothStrategy"]
+__all__ = ["UnslothCallback", "UnslothDDPStrategy", "UnslothFSDPStrategy", "UnslothStrategy"]
 
 
 class UnslothMetrics(MetricsMixin, Callback):
@@ -60,3 +60,18 @@ class UnslothDDPStrategy(UnslothStrategy):
     """``Trainer(strategy="unsloth_ddp")``: DDP, with one process too."""
 
     alone_without_ddp = False
+
+
+class UnslothFSDPStrategy(ShardingMixin, UnslothStrategy):
+    """``Trainer(strategy="unsloth_fsdp")``: parameters sharded by FSDP2, packed ones as they are.
+
+    Checkpoints are those of the other strategies, and can be resumed with any number of processes. The module stays
+    sharded after the run.
+
+    Args:
+        config, options, quiet: as for ``UnslothStrategy``.
+
+    Raises:
+        ConfigError: an option does not exist or has a wrong value.
+        UnsupportedError: a precision, an optimizer or a way to optimize that would give wrong results.
+    """

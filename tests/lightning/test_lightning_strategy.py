@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_case_24_each_root_gets_classes_of_its_own(root: str, tmp_path: Path) ->
     import unsloth_plugins.lightning.registration as registration
 
     registration.install_finder()  # a second time
-    for name in ("unsloth", "unsloth_ddp"):
+    for name in ("unsloth", "unsloth_ddp", "unsloth_fsdp"):
         trainer = trainer_of(pl, tmp_path, strategy=name)
         assert isinstance(trainer.strategy, pl.strategies.DDPStrategy)
         assert type(trainer.strategy) is getattr(classes(pl), registration.STRATEGIES[name])
@@ -77,9 +78,33 @@ def test_options_have_the_names_of_the_config(tmp_path: Path) -> None:
             UnslothStrategy(**{wrong: 1})
 
 
-def test_sharding_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="unsloth_ddp"):
-        trainer_of(pl, tmp_path, strategy="unsloth_fsdp")
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Lightning makes one of a single process; it must not outlive the test."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_what_sharding_refuses(tmp_path: Path, process_group: None) -> None:
+    from unsloth_plugins.lightning.models import check_sharded_precision
+
+    def fit(module: Any) -> None:
+        trainer_of(pl, tmp_path, strategy="unsloth_fsdp").fit(module, batches())
+
+    manual = module_of(pl, lambda: lora(tiny_llama()))
+    manual.automatic_optimization = False
+    with pytest.raises(UnsupportedError, match="automatic_optimization"):
+        fit(manual)
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    module = module_of(pl, lambda: lora(tiny_llama()))
+    module.configure_optimizers = lambda: bitsandbytes.optim.AdamW8bit(
+        [p for p in module.parameters() if p.requires_grad]
+    )
+    with pytest.raises(UnsupportedError, match="torch.optim.AdamW"):
+        fit(module)
+    with pytest.raises(UnsupportedError, match="16-mixed"):
+        check_sharded_precision(type("Plugin", (), {"precision": "16-mixed"})())
 
 
 def test_gradient_checkpointing_follows_the_model_or_the_option(tmp_path: Path) -> None:
