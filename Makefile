@@ -7,7 +7,7 @@ AXOLOTL ?= axolotl==0.19.0
 BIN := .venv/bin
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: train test test-slow test-all test-axolotl lint gpu-test bench clean
+.PHONY: train test test-slow test-all test-axolotl test-newest options lint gpu-test bench clean
 
 .venv/.ready: pyproject.toml
 	test -x $(BIN)/python || python3 -m venv .venv
@@ -37,6 +37,10 @@ test-all: test test-slow
 
 test-axolotl: .venv-axolotl/.ready
 	.venv-axolotl/bin/python -m pytest -q tests/axolotl
+
+# The tables of options in plugins/*/README.md.
+options: .venv/.ready
+	$(BIN)/python tests/option_tables.py
 
 gpu-test: .venv/.ready
 	$(PYTEST) -q -m gpu

@@ -13,7 +13,7 @@ from unsloth_plugins.axolotl.args import config_of, uses_plugin
 from unsloth_plugins.axolotl.conflicts import check_config, check_packed
 from unsloth_plugins.core import apply
 from unsloth_plugins.core.mxfp4 import packed_config
-from unsloth_plugins.trainer_metrics import TrainerMetrics
+from unsloth_plugins.trainer_metrics import TrainerMetrics, report_first
 
 LOG = get_logger("axolotl.unsloth_plugins")  # Axolotl shows only loggers below its own
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
@@ -54,13 +54,16 @@ class UnslothPlugin(BasePlugin):
         """Adapters are there, the trainer and its optimizer are not. A second time changes nothing."""
         if not uses_plugin(cfg):
             return
-        applied = apply(model, config_of(cfg.unsloth))
-        if not (cfg.unsloth or {}).get("quiet"):
-            LOG.info("%s", applied.report())
+        apply(model, config_of(cfg.unsloth))
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: nn.Module) -> list[TrainerCallback]:
-        """Tokens per second, peak memory and host memory in the logs."""
-        return [TrainerMetrics()] if uses_plugin(cfg) else []
+        """The report, tokens per second, peak memory and host memory in the logs, and the summary."""
+        return [TrainerMetrics(quiet=bool((cfg.unsloth or {}).get("quiet")))] if uses_plugin(cfg) else []
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """The measurements reach Axolotl's integrations too."""
+        if uses_plugin(cfg):
+            report_first(trainer)
 
 
 def _is_mxfp4(cfg: dict[str, Any]) -> bool:

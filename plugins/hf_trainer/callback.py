@@ -32,6 +32,7 @@ class UnslothCallback(TrainerMetrics):
     Args:
         config, options: as for ``unsloth_plugins.apply``. Without any, a model that was prepared with
             ``prepare_model`` keeps the options given there.
+        quiet: no report at the start, no summary at the end.
 
     Attributes:
         applied: what was done to the model, once the trainer is built.
@@ -40,8 +41,8 @@ class UnslothCallback(TrainerMetrics):
         ConfigError: an option does not exist or has a wrong value.
     """
 
-    def __init__(self, config: UnslothConfig | None = None, **options: Any) -> None:
-        super().__init__()
+    def __init__(self, config: UnslothConfig | None = None, *, quiet: bool = False, **options: Any) -> None:
+        super().__init__(quiet=quiet)
         self.config = UnslothConfig.from_options(config, **options)
         self._chosen = config is not None or bool(options)
 

@@ -169,6 +169,8 @@ def test_report_at_the_start_and_quiet(tmp_path: Path, caplog: pytest.LogCapture
             trainer_of(pl, tmp_path, strategy=strategy).fit(module_of(pl, tiny_llama), batches())
         lines = [r for r in caplog.records if "rank_zero" in r.name and "unsloth-plugins on Llama" in r.getMessage()]
         assert len(lines) == reports
+        ends = [r for r in caplog.records if "144 tokens in" in r.getMessage() and "tokens/s" in r.getMessage()]
+        assert len(ends) == reports
 
 
 def test_a_shuffling_sampler_stays_with_one_process(tmp_path: Path) -> None:
