@@ -31,12 +31,26 @@ test-all: test test-slow
 	test -x .venv-axolotl/bin/python || python3 -m venv .venv-axolotl
 	.venv-axolotl/bin/pip install -q $(TORCH)
 	.venv-axolotl/bin/pip install -q --no-deps $(TRITON)
-	.venv-axolotl/bin/pip install -q $(AXOLOTL) 'lightning>=2.6' pytest pytest-timeout 'setuptools>=77'
+	.venv-axolotl/bin/pip install -q $(AXOLOTL) 'lightning>=2.6' matplotlib pytest pytest-timeout 'setuptools>=77'
 	.venv-axolotl/bin/pip install -q --no-deps -e .
 	touch $@
 
 test-axolotl: .venv-axolotl/.ready
 	.venv-axolotl/bin/python -m pytest -q tests/axolotl
+	.venv-axolotl/bin/python -m pytest -q tests/architecture -k "patch"
+
+# The newest releases of what the adapters stand on, upgraded at each run; reports what it ran with.
+NEWEST := transformers peft trl lightning accelerate
+
+test-newest:
+	test -x .venv-newest/bin/python || python3 -m venv .venv-newest
+	.venv-newest/bin/pip install -q $(TORCH)
+	$(if $(strip $(TRITON)),.venv-newest/bin/pip install -q --no-deps $(TRITON))
+	.venv-newest/bin/pip install -q -U --upgrade-strategy only-if-needed $(NEWEST)
+	.venv-newest/bin/pip install -q bitsandbytes 'jsonargparse[signatures]' pytest pytest-timeout 'setuptools>=77'
+	.venv-newest/bin/pip install -q --no-deps -e .
+	.venv-newest/bin/pip list | grep -iwE 'torch|lightning|transformers|peft|trl|accelerate'
+	HF_HUB_OFFLINE=1 .venv-newest/bin/python -m pytest -q -m "not gpu" tests/hf_trainer tests/lightning
 
 # The tables of options in plugins/*/README.md.
 options: .venv/.ready
@@ -59,4 +73,4 @@ lint: .venv/.ready
 	PYTHONPATH=build/tree $(BIN)/lint-imports
 
 clean:
-	rm -rf .venv .venv-axolotl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-axolotl .venv-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from axolotl_runs import axolotl, config, losses, state, write_adapter, write_assets
+from axolotl_runs import PLUGIN, axolotl, config, losses, state, write_adapter, write_assets
 from conftest import tiny_gpt_oss, tiny_llama
 from safetensors.torch import load_file
 
@@ -90,7 +91,12 @@ def test_preprocess_then_train_with_accumulation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_two_ranks_train_as_one_with_all_the_batches(packed: bool, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_with_all_the_batches(
+    packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     def make() -> Any:
         return pack_experts(tiny_gpt_oss()) if packed else tiny_llama()
 
@@ -100,7 +106,8 @@ def test_two_ranks_train_as_one_with_all_the_batches(packed: bool, tmp_path: Pat
     one, two = tmp_path / "one", tmp_path / "two"
     axolotl("train", config(tmp_path, output_dir=str(one), gradient_accumulation_steps=2, **options), tmp_path)
     launch = ("--launcher", "torchrun", "--", "--nproc-per-node=2", "--master-port=0")
-    printed = axolotl("train", config(tmp_path, output_dir=str(two), **options), tmp_path, *launch)
+    plugins = [PLUGIN, "cpu_ranks.CpuRanks"]
+    printed = axolotl("train", config(tmp_path, output_dir=str(two), plugins=plugins, **options), tmp_path, *launch)
     assert losses(two) == pytest.approx(losses(one), abs=1e-5) and len(losses(two)) == 3
     both = [load_file(folder / "adapter_model.safetensors") for folder in (two, one)]
     torch.testing.assert_close(*both, rtol=0, atol=1e-6)  # SGD: also the gradients
