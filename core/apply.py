@@ -178,7 +178,7 @@ class Applied:
                 )
             self._note("attention", "left alone", reason)
             if self.parts.has_sinks:
-                logger.warning("Attention with sinks is left alone: %s. Packed documents may see each other.", reason)
+                _warn("Attention with sinks is left alone: %s. Packed documents may see each other.", reason)
             return
         backend, why = attention_backend(self.parts, choice)
         self._configs = patch_attention(self.parts, self._patches, choice)
@@ -223,11 +223,11 @@ class Applied:
         added = add_missing_adapters(self.parts)
         if added is not None:
             self._note("adapters", "on", added)
-            logger.warning("%s", added)
+            _warn("%s", added)
         elif experts_left_out(self.parts) and not any(row.feature == "adapters" for row in self.rows):
             frozen = "LoRA is on every linear layer and on no expert; name gate_proj, up_proj, down_proj to train those"
             self._note("adapters", "left alone", frozen)
-            logger.warning("%s", frozen)
+            _warn("%s", frozen)
 
     def _sync_lora(self) -> None:
         """Fuse adapters on linear layers; those that came since are fused before the next forward in training mode."""
@@ -295,6 +295,12 @@ class Applied:
         self._hook = self.parts.decoder.register_forward_pre_hook(
             MethodType(Applied._before_decoder, self), with_kwargs=True
         )
+
+
+def _warn(message: str, *values: object) -> None:
+    """Once for all processes of a run: they do the same things."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        logger.warning(message, *values)
 
 
 def _checkpointed_modules(model: nn.Module) -> list[nn.Module]:

@@ -48,6 +48,11 @@ def peak_memory_gib(device: torch.device) -> float:
     """High-water mark in GiB: the caching allocator's on CUDA, the process's resident set elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    return peak_process_gib()
+
+
+def peak_process_gib() -> float:
+    """High-water mark of the process's resident set, in GiB."""
     if sys.platform == "win32":
         import psutil
 

@@ -50,6 +50,20 @@ def test_rows_of_step_agree_with_transformers(tmp_path: Path, routing: str) -> N
     assert other.returncode != 0 and "Name another folder" in other.stderr
 
 
+@pytest.mark.slow
+def test_trainers_train_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks", "adapters", "--model", "tiny", "--optimizer", "adamw", "--ctx", "64"]
+    done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())
+    assert [row["impl"] for row in rows] == ["bare", "hf", "lightning"]
+    fields = FIELDS - {"grad_norm", "routing"}
+    assert all(fields <= row.keys() and row["tok_s"] > 0 and row["trainable_params"] > 0 for row in rows)
+    assert [row["loss"] for row in rows[1:]] == pytest.approx([rows[0]["loss"]] * 2, abs=1e-4)
+    assert "Apart by" in done.stdout
+
+
 def test_peers_that_do_not_exist_are_named() -> None:
     done = bench("--peers", "unslot")
     assert done.returncode != 0 and "expected any of transformers, unsloth" in done.stderr and "'unslot'" in done.stderr
