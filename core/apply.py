@@ -70,14 +70,8 @@ class Applied:
     def __init__(self, model: nn.Module, config: UnslothConfig, parts: ModelParts) -> None:
         self.model, self.config, self.parts = model, config, parts
         self.rows: list[Row] = []
-        policy, limit = config.memory_policy, config.host_memory_gib
-        self.store = HostStore(
-            {"auto": "auto", "on_device": False}.get(policy, True),  # type: ignore[arg-type]
-            config.offload_min_bytes,
-            limit_bytes=None if limit is None else int(limit * 2**30),
-            hold=1 if policy == "min_memory" else 2,
-        )
-        self.budget = MemoryBudget() if policy == "auto" else None
+        self.store = HostStore.for_policy(config.memory_policy, config.offload_min_bytes, config.host_memory_gib)
+        self.budget = MemoryBudget() if config.memory_policy == "auto" else None
         self.tokens_seen = 0
         self._patches = PatchSet()
         self._checkpoint_patches = PatchSet()

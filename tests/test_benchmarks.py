@@ -65,3 +65,21 @@ def test_what_makes_rows_incomparable_is_found() -> None:
     assert disagreements([row, row | {"impl": "ours", "loss": 2.01}]) == []
     found = disagreements([row | {"impl": "ours", "grad_norm": 1.02, "trainable_params": 6}, row])
     assert len(found) == 2 and "trains 6" in found[0] and "1.0200 of ours" in found[1]
+
+
+@pytest.mark.slow
+def test_rows_of_offload(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--layers", "3", "--ctx", "512", "--pairs", "2", "--peers", "save_on_cpu", "--json", str(file)]
+    command = [sys.executable, "-m", "benchmarks", "offload", "--model", "tiny", *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())
+    assert [(row["impl"], row["policy"]) for row in rows] == [
+        ("checkpoint", None),
+        ("ours", "offload_all"),
+        ("ours", "auto"),
+        ("save_on_cpu", None),
+    ]
+    assert rows[1]["host_gib"] == rows[1]["stored_gib"] > 0 and rows[0]["overhead"] == 0
+    assert all(row["step_ms"] > 0 and row["pairs"] == 2 for row in rows)

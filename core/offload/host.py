@@ -59,6 +59,13 @@ class HostStore:
         self._left_bytes, self._freed = 0, deque[int]()
         self._lock = threading.RLock()
 
+    @classmethod
+    def for_policy(cls, policy: str, min_bytes: int, limit_gib: float | None = None) -> HostStore:
+        """The store of one of ``UnslothConfig.memory_policy``."""
+        offload: Literal["auto"] | bool = "auto" if policy == "auto" else policy != "on_device"
+        limit_bytes = None if limit_gib is None else int(limit_gib * 2**30)
+        return cls(offload, min_bytes, limit_bytes=limit_bytes, hold=1 if policy == "min_memory" else 2)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
         """An empty store with the same options: a copy of a model holds no activations of the first."""
         options: dict[str, Any] = {"limit_bytes": self.limit_bytes, "hold": self.hold, "engine": self._engine}
