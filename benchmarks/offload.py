@@ -97,6 +97,7 @@ class Implementation:
         self.times: list[float] = []
         self.copies_ms: list[float] = []
         self.exposed_ms: list[float] = []
+        self.ms_before = 0.0, 0.0
         self.peak_gib, self.host_bytes, self.stored_bytes, self.chosen = 0.0, 0, 0, ""
         self.context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if name == "save_on_cpu":
@@ -133,8 +134,9 @@ class Implementation:
         self.model.zero_grad(set_to_none=True)
         if self.policy is not None:
             copies, exposed = self.store.copy_ms()
-            self.copies_ms.append(copies)
-            self.exposed_ms.append(exposed)
+            self.copies_ms.append(copies - self.ms_before[0])
+            self.exposed_ms.append(exposed - self.ms_before[1])
+            self.ms_before = copies, exposed
             self.host_bytes, self.stored_bytes = self.store.mapped_bytes, self.store.peak_bytes
             if self.budget is not None and self.budget.plan is not None:
                 self.chosen = self.budget.describe()

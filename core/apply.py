@@ -146,7 +146,9 @@ class Applied:
         if not sent:
             return ""
         high = self.store.mapped_bytes / 2**30
-        return f"; {sent / 2**30:.2f} GiB sent to the host so far, {high:.2f} GiB of host memory taken for it"
+        copies_ms, exposed_ms = self.store.copy_ms()
+        waited = f", copies took {copies_ms:.0f} ms, waited for {exposed_ms:.0f} ms" if copies_ms else ""
+        return f"; {sent / 2**30:.2f} GiB sent to the host so far, {high:.2f} GiB of host memory taken for it{waited}"
 
     def _note(self, feature: str, state: Literal["on", "left alone"], detail: str) -> None:
         row = Row(feature, state, detail)

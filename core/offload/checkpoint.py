@@ -8,6 +8,7 @@ around the call see those and nothing else; what the region itself saves is drop
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,11 @@ from unsloth_plugins.core.offload.host import HostStore
 _KEYWORDS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
+@functools.cache
+def _common_store() -> HostStore:
+    return HostStore()
+
+
 def offload_checkpoint(
     function: Callable[..., Any], *args: Any, store: HostStore | None = None, use_reentrant: bool = False, **kwargs: Any
 ) -> Any:
@@ -28,7 +34,7 @@ def offload_checkpoint(
 
     Args:
         function: the region. RNG state and autocast are replayed.
-        store: where the arguments wait and are counted; a fresh ``HostStore()`` if not given.
+        store: where the arguments wait and are counted; one ``HostStore()`` for all calls that give none.
         use_reentrant: only ``False`` is served; see the error.
         kwargs: keyword arguments of ``function``, and ``preserve_rng_state``, ``context_fn``, ``determinism_check``,
             ``debug``, ``early_stop`` of ``torch.utils.checkpoint.checkpoint``.
@@ -42,7 +48,7 @@ def offload_checkpoint(
             got="use_reentrant=True",
             remedy="Set gradient_checkpointing_kwargs={'use_reentrant': False}, or leave it out.",
         )
-    store = store or HostStore()
+    store = store or _common_store()
     with torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack):
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
@@ -55,7 +61,8 @@ def offload_saved_tensors(store: HostStore | None = None) -> Iterator[HostStore]
     Backward may run outside.
 
     Args:
-        store: where the tensors wait and are counted; a fresh ``HostStore(True)`` if not given.
+        store: where the tensors wait and are counted; a fresh ``HostStore(True)`` if not given. Give the same one each
+            step, so that its host memory is used again.
     """
     store = store or HostStore(True)
     with torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack):

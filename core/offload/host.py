@@ -90,7 +90,7 @@ class HostStore:
         return sum(each.sent_bytes for each in self._transfers.values())
 
     def copy_ms(self) -> tuple[float, float]:
-        """Milliseconds of copies since the last call: all, and those that the device had to wait for."""
+        """Milliseconds of all copies so far, and milliseconds that computing waited for them; the rest was hidden."""
         each = [transfers.engine.copy_ms() for transfers in self._transfers.values()]
         return sum(copies for copies, _ in each), sum(exposed for _, exposed in each)
 
