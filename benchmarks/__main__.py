@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import adapters, attention, merge, step
+from benchmarks import adapters, attention, merge, offload, step
 
 
 def main() -> int:
@@ -17,6 +17,7 @@ def main() -> int:
         "attention": (attention, "attention kernels"),
         "merge": (merge, "merging LoRA into gpt-oss"),
         "adapters": (adapters, "the same steps in each trainer"),
+        "offload": (offload, "offloaded checkpointing beside plain checkpointing"),
     }
     for name, (module, summary) in about.items():
         module.add_arguments(commands.add_parser(name, help=summary, description=module.__doc__))

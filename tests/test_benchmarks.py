@@ -92,3 +92,21 @@ def test_rows_of_merge(tmp_path: Path) -> None:
     assert 0 < packed["relative_error"] < 0.15 and dense["relative_error"] is None
     assert packed["seconds"] > 0 and 0 < packed["peak_rss_gib"] < 2 and packed["cores"] > 0
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["adapter", "base"]
+
+
+@pytest.mark.slow
+def test_rows_of_offload(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--layers", "3", "--ctx", "512", "--pairs", "2", "--peers", "save_on_cpu", "--json", str(file)]
+    command = [sys.executable, "-m", "benchmarks", "offload", "--model", "tiny", *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())
+    assert [(row["impl"], row["policy"]) for row in rows] == [
+        ("checkpoint", None),
+        ("ours", "offload_all"),
+        ("ours", "auto"),
+        ("save_on_cpu", None),
+    ]
+    assert rows[1]["host_gib"] == rows[1]["stored_gib"] > 0 and rows[0]["overhead"] == 0
+    assert all(row["step_ms"] > 0 and row["pairs"] == 2 for row in rows)
