@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import attention, step
+from benchmarks import attention, layers, step
 
 
 def main() -> int:
     """Parse the command line and run one benchmark."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    about = {"step": (step, "one training step of gpt-oss"), "attention": (attention, "attention kernels")}
+    about = {
+        "step": (step, "one training step of gpt-oss"),
+        "attention": (attention, "attention kernels"),
+        "layers": (layers, "norms, rotary embedding and gated activations"),
+    }
     for name, (module, summary) in about.items():
         module.add_arguments(commands.add_parser(name, help=summary, description=module.__doc__))
     options = parser.parse_args()

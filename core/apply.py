@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.errors import ModelError, UnsupportedError
 from unsloth_plugins.core.experts.op import resolve_implementation
+from unsloth_plugins.core.layers.op import resolve_implementation as resolve_layers
 from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import (
     add_missing_adapters,
@@ -27,6 +28,7 @@ from unsloth_plugins.core.models.attention import ConfigSwap, attention_backend,
 from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
 from unsloth_plugins.core.models.experts import PackedExperts, patch_experts
+from unsloth_plugins.core.models.layers import patch_layers
 from unsloth_plugins.core.offload.checkpoint import offload_checkpoint
 from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.patches import PatchSet
@@ -201,6 +203,29 @@ class Applied:
         kind = "packed MXFP4" if isinstance(layers[0].experts, PackedExperts) else "dense"
         self._note("experts", "on", f"{kind}, {resolved} ({why}), routing in float32, {len(layers)} layers")
 
+    def _apply_layers(self) -> None:
+        choice = self.config.layers
+        if choice is None:
+            self._note("layers", "left alone", "switched off in the config")
+            return
+        parameter = next(iter(self.parts.decoder.parameters()))
+        resolved, why = resolve_layers(choice, parameter.device, parameter.dtype)
+        counts = patch_layers(self.parts.causal_lm, self._patches, choice)
+        if not counts:
+            if choice != "auto":
+                raise UnsupportedError(
+                    expected=f"a model with norms, rotary embedding or MLPs that are known, for layers={choice!r}",
+                    got=type(self.parts.causal_lm).__name__,
+                    remedy="Use layers='auto' or None.",
+                )
+            self._note("layers", "left alone", "no norm, rotary embedding or MLP recognised")
+            return
+        found = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        how = "Triton kernels" if resolved == "triton" else "plain PyTorch"
+        if choice == "auto" and resolved == "reference":
+            how = "the model's own for now"
+        self._note("layers", "on", f"{found}: {how} ({why})")
+
     def add_adapters(self) -> None:
         """Add the LoRA on experts that adapters in training ask for and PEFT could not create; say so.
 
@@ -271,6 +296,7 @@ class Applied:
             missing_adapters(self.parts)
             self._apply_attention()
             self._apply_experts()
+            self._apply_layers()
             self._apply_loss()
             self._apply_checkpointing()
             self.add_adapters()

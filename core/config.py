@@ -12,6 +12,7 @@ from unsloth_plugins.core.errors import ConfigError
 _CHOICES: dict[str, tuple[object, ...]] = {
     "attention": ("auto", "triton", "fa4", "flex", "reference", None),
     "experts": ("auto", "reference", "grouped_mm", None),
+    "layers": ("auto", "triton", "reference", None),
     "loss": ("auto", "chunked", None),
     "gradient_checkpointing": ("auto", True, False),
     "offload": ("auto", True, False),
@@ -31,6 +32,11 @@ class UnslothConfig:
     experts: Literal["auto", "reference", "grouped_mm"] | None = "auto"
     """Mixture-of-experts layers: ``grouped_mm`` is one grouped GEMM for all experts, ``reference`` a loop over them;
     ``auto`` takes ``grouped_mm`` for bf16 experts on CUDA and ``reference`` elsewhere."""
+
+    layers: Literal["auto", "triton", "reference"] | None = "auto"
+    """RMSNorm, rotary embedding and the gate of dense MLPs, wherever a module runs code that is known: by our kernels
+    on CUDA under ``auto``, which leaves the model's own elsewhere; ``triton`` raises where the kernels can't run,
+    ``reference`` is plain PyTorch."""
 
     loss: Literal["auto", "chunked"] | None = "auto"
     """Cross entropy that never holds the logits of all tokens. ``auto`` uses it wherever the head is recognised,
