@@ -29,6 +29,7 @@ from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
 from unsloth_plugins.core.models.experts import PackedExperts, patch_experts
 from unsloth_plugins.core.models.layers import patch_layers
+from unsloth_plugins.core.models.lora import keep_unpacked, patch_lora
 from unsloth_plugins.core.offload.checkpoint import offload_checkpoint
 from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.patches import PatchSet
@@ -77,6 +78,7 @@ class Applied:
         self._patches = PatchSet()
         self._checkpoint_patches = PatchSet()
         self._configs: ConfigSwap | None = None
+        self._adapters: tuple[str, ...] = ()
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     def report(self) -> str:
@@ -143,6 +145,27 @@ class Applied:
                 "off so far; follows the trainer, where gradient_checkpointing=True buys long context",
             )
 
+    def sync_lora(self) -> None:
+        """Take over the LoRA layers that PEFT has made since; the decoder calls this when there is a new adapter."""
+        self._adapters = _adapter_names(self.parts.causal_lm)
+        unpacked = keep_unpacked(self.parts.causal_lm, self._patches)
+        if unpacked:
+            self._note(
+                "4-bit weights", "on", f"bitsandbytes may not repack {unpacked} of them for inference on this CPU"
+            )
+        if self.config.lora is None:
+            self._note("lora", "left alone", "switched off in the config")
+            return
+        ours, groups, left = patch_lora(self.parts.causal_lm, self._patches, self.config.lora)
+        others = "; ".join(f"{count} stay PEFT's: {reason}" for reason, count in left.items())
+        if not ours:
+            self._note("lora", "left alone", others or "no adapter on a linear layer so far")
+            return
+        detail = f"{ours} linear layers, {groups} groups that read their input once"
+        if self.config.lora == "auto":
+            detail += ", on CUDA"
+        self._note("lora", "on", f"{detail}; {others}" if others else detail)
+
     def _note(self, feature: str, state: Literal["on", "left alone"], detail: str) -> None:
         row = Row(feature, state, detail)
         for index, old in enumerate(self.rows):
@@ -156,6 +179,8 @@ class Applied:
             return
         if torch.is_grad_enabled():
             self.sync_checkpointing()
+        if _adapter_names(self.parts.causal_lm) != self._adapters:
+            self.sync_lora()
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is not None:
             self.tokens_seen += ids.numel()
@@ -297,6 +322,7 @@ class Applied:
             self._apply_attention()
             self._apply_experts()
             self._apply_layers()
+            self.sync_lora()
             self._apply_loss()
             self._apply_checkpointing()
             self.add_adapters()
@@ -306,6 +332,10 @@ class Applied:
         self._hook = self.parts.decoder.register_forward_pre_hook(
             MethodType(Applied._before_decoder, self), with_kwargs=True
         )
+
+
+def _adapter_names(causal_lm: nn.Module) -> tuple[str, ...]:
+    return tuple(getattr(causal_lm, "peft_config", ()))
 
 
 def _checkpointed_modules(model: nn.Module) -> list[nn.Module]:

@@ -13,6 +13,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "attention": ("auto", "triton", "fa4", "flex", "reference", None),
     "experts": ("auto", "reference", "grouped_mm", None),
     "layers": ("auto", "triton", "reference", None),
+    "lora": ("auto", "fused", None),
     "loss": ("auto", "chunked", None),
     "gradient_checkpointing": ("auto", True, False),
     "offload": ("auto", True, False),
@@ -37,6 +38,11 @@ class UnslothConfig:
     """RMSNorm, rotary embedding and the gate of dense MLPs, wherever a module runs code that is known: by our kernels
     on CUDA under ``auto``, which leaves the model's own elsewhere; ``triton`` raises where the kernels can't run,
     ``reference`` is plain PyTorch."""
+
+    lora: Literal["auto", "fused"] | None = "auto"
+    """PEFT's LoRA on linear layers, dense or in bitsandbytes' 4 bits, with the base in one function that reads and
+    saves its input once, for q, k, v and for gate, up together. ``auto`` does so on CUDA, ``fused`` everywhere,
+    ``None`` leaves it to PEFT. Layers with dropout, DoRA or an 8-bit base stay PEFT's; the report counts them."""
 
     loss: Literal["auto", "chunked"] | None = "auto"
     """Cross entropy that never holds the logits of all tokens. ``auto`` uses it wherever the head is recognised,

@@ -15,7 +15,7 @@ from unsloth_plugins.core import UnslothConfig
 from unsloth_plugins.core.errors import ConfigError
 
 _FIELDS = {field.name: field for field in dataclasses.fields(UnslothConfig)}
-_CAN_BE_OFF = ("attention", "experts", "layers", "loss")
+_CAN_BE_OFF = ("attention", "experts", "layers", "lora", "loss")
 _OFF = "off"
 
 
