@@ -148,11 +148,8 @@ class Applied:
     def sync_lora(self) -> None:
         """Take over the LoRA layers that PEFT has made since; the decoder calls this when there is a new adapter."""
         self._adapters = _adapter_names(self.parts.causal_lm)
-        unpacked = keep_unpacked(self.parts.causal_lm, self._patches)
-        if unpacked:
-            self._note(
-                "4-bit weights", "on", f"bitsandbytes may not repack {unpacked} of them for inference on this CPU"
-            )
+        if (kept := keep_unpacked(self.parts.causal_lm, self._patches)) is not None:
+            self._note("4-bit weights", "on", kept)
         if self.config.lora is None:
             self._note("lora", "left alone", "switched off in the config")
             return

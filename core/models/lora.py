@@ -200,19 +200,24 @@ def patch_lora(causal_lm: nn.Module, patches: PatchSet, choice: Choice) -> tuple
     return len(ours), len({id(group) for group in groups.values()}), dict(left)
 
 
-def keep_unpacked(causal_lm: nn.Module, patches: PatchSet) -> int:
+def keep_unpacked(causal_lm: nn.Module, patches: PatchSet) -> str | None:
     """Keep bitsandbytes from repacking 4-bit weights on CPUs with AVX512-BF16, after which gradients are wrong.
 
     Its layers do so in the first evaluation without gradients and never take it back for training. Weights that are
-    packed already are unpacked, which saving does.
+    packed already are unpacked, which saving does; their scales have been rounded to bfloat16 then.
 
     Returns:
-        How many layers there are.
+        What there was to do, or ``None``.
     """
-    count = 0
-    for module in causal_lm.modules():
-        if _is_4bit(module) and getattr(module, "support_avx512bf16_for_cpu", False):
-            patches.set(module, "support_avx512bf16_for_cpu", False)
+    layers = [m for m in causal_lm.modules() if _is_4bit(m) and getattr(m, "support_avx512bf16_for_cpu", False)]
+    packed = 0
+    for module in layers:
+        patches.set(module, "support_avx512bf16_for_cpu", False)
+        weight: Any = module.weight
+        if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
             module.state_dict()
-            count += 1
-    return count
+            packed += 1
+    if not layers:
+        return None
+    detail = f"bitsandbytes may not repack {len(layers)} layers for inference on this CPU"
+    return detail + (f"; {packed} had been, and their scales rounded: load them anew for exact ones" if packed else "")
