@@ -13,7 +13,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     about = {
-        "step": (step, "one training step of gpt-oss"),
+        "step": (step, "one training step of gpt-oss or Mistral-7B"),
         "attention": (attention, "attention kernels"),
         "layers": (layers, "norms, rotary embedding and gated activations"),
     }
