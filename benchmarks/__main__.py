@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import adapters, attention, merge, offload, step
+from benchmarks import adapters, attention, layers, merge, offload, step
 
 
 def main() -> int:
@@ -13,11 +13,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     about = {
-        "step": (step, "one training step of gpt-oss"),
+        "step": (step, "one training step of gpt-oss or Mistral-7B"),
         "attention": (attention, "attention kernels"),
         "merge": (merge, "merging LoRA into gpt-oss"),
         "adapters": (adapters, "the same steps in each trainer"),
         "offload": (offload, "offloaded checkpointing beside plain checkpointing"),
+        "layers": (layers, "norms, rotary embedding and gated activations"),
     }
     for name, (module, summary) in about.items():
         module.add_arguments(commands.add_parser(name, help=summary, description=module.__doc__))

@@ -1,4 +1,4 @@
-"""gpt-oss checkpoints of true size with random weights, in the published packed layout."""
+"""Checkpoints of true size with random weights: gpt-oss in its published layout, Mistral in bitsandbytes' NF4."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BitsAndBytesConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from unsloth_plugins.core.mxfp4.quantizer import PackedMxfp4Config, replace_experts
 
@@ -29,15 +36,37 @@ SIZES: dict[str, dict[str, int]] = {
         vocab_size=512,
     ),
 }
+MISTRAL: dict[str, dict[str, int]] = {
+    "mistral-7b": dict(
+        num_hidden_layers=32,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=32768,
+    ),
+    "tiny-mistral": dict(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+    ),
+}
+WEIGHTS = dict.fromkeys(SIZES, ("mxfp4", "bf16")) | dict.fromkeys(MISTRAL, ("nf4",))
 _SCALE = 120  # 2 ** -7 times codes up to 6: a standard deviation near 0.02
 _SKEW = 3.0  # bias of the first expert over the last one's, for skewed routing
 
 
-def config_of(model: str, layers: int | None) -> GptOssConfig:
+def config_of(model: str, layers: int | None) -> Any:
     """The config of ``model``, with fewer layers where asked."""
-    size = dict(SIZES[model])
+    size: dict[str, Any] = dict((SIZES | MISTRAL)[model])
     if layers:
         size["num_hidden_layers"] = layers
+    if model in MISTRAL:
+        size |= dict(sliding_window=None, max_position_embeddings=1 << 20, tie_word_embeddings=False)
+        return MistralConfig(**size, bos_token_id=0, pad_token_id=1, eos_token_id=2)
     return GptOssConfig(**size, bos_token_id=0, pad_token_id=1, eos_token_id=2)
 
 
@@ -62,7 +91,7 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
 
     Args:
         folder: is created.
-        model: a key of ``SIZES``.
+        model: a key of ``SIZES`` or ``MISTRAL``.
         layers: number of layers, ``None`` for all.
         routing: ``"balanced"`` (random router) or ``"skewed"`` (some experts get several times the tokens).
     """
@@ -71,8 +100,9 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draw = torch.Generator(device).manual_seed(0)
     with torch.device("meta"):
-        skeleton = GptOssForCausalLM(config)
-        replace_experts(skeleton)
+        skeleton: Any = (MistralForCausalLM if model in MISTRAL else GptOssForCausalLM)(config)
+        if model in SIZES:
+            replace_experts(skeleton)
     files: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in skeleton.named_parameters():
         part = name.split(".")[2] if ".layers." in name else "rest"
@@ -82,16 +112,44 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
     for part, parameters in files.items():
         file = f"model-{part}.safetensors"
         tensors = {name: _random(name, p, routing, draw, device) for name, p in parameters.items()}
+        if model in MISTRAL:
+            tensors = _in_nf4(tensors, device)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, file)
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": index})
     )
-    config.dtype, config.architectures = torch.bfloat16, ["GptOssForCausalLM"]
-    config.quantization_config = PackedMxfp4Config(["model.layers.*.self_attn", "lm_head"]).to_dict()
+    config.dtype, config.architectures = torch.bfloat16, [type(skeleton).__name__]
+    if model in MISTRAL:
+        config.quantization_config = NF4.to_dict()
+    else:
+        config.quantization_config = PackedMxfp4Config(["model.layers.*.self_attn", "lm_head"]).to_dict()
     config.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
+
+
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.bfloat16,
+)
+
+
+def _in_nf4(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    """Linear layers of decoder layers as bitsandbytes saves them, quantised twice; the rest as it is."""
+    from bitsandbytes.functional import quantize_4bit
+
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if "_proj." not in name:
+            out[name] = tensor
+            continue
+        packed, state = quantize_4bit(tensor.to(device), compress_statistics=True, quant_type="nf4")
+        out[name] = packed.cpu()
+        out |= {f"{name}.{key}": value.cpu() for key, value in state.as_dict(packed=True).items()}
+    return out
 
 
 def _random(name: str, like: torch.Tensor, routing: str, draw: torch.Generator, device: str) -> torch.Tensor:

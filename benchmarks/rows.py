@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "unsloth")
+PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "unsloth", "liger-kernel", "cut-cross-entropy")
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""One training step of gpt-oss at true size, LoRA on all linear layers, batch 1, against its peers.
+"""One training step of gpt-oss or Mistral-7B at true size, LoRA on all linear layers, batch 1, against its peers.
 
 Every implementation runs in a process of its own from the same checkpoint of random weights; repeats are interleaved
 and medians reported. The learning rate is zero, so every step sees the same weights.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rows
-from benchmarks.models import SIZES, config_of, find_or_write_checkpoint
+from benchmarks.models import WEIGHTS, config_of, find_or_write_checkpoint
 from benchmarks.worker import BUILDERS, MARK, POLICIES
 
 _COLUMNS = ("impl", "ctx", "peak_gib", "reserved_gib", "host_gib", "step_s", "tok_s", "loss", "grad_norm")
@@ -34,8 +34,10 @@ def _lengths(text: str) -> list[int]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", choices=sorted(SIZES), default="gpt-oss-20b")
-    parser.add_argument("--weights", choices=("mxfp4", "bf16"), default="mxfp4")
+    parser.add_argument("--model", choices=sorted(WEIGHTS), default="gpt-oss-20b")
+    parser.add_argument(
+        "--weights", choices=("mxfp4", "nf4", "bf16"), help="default: as the model is published or used"
+    )
     parser.add_argument("--ctx", type=_lengths, default="2048,8192", help="lengths in tokens (%(default)s)")
     parser.add_argument("--cap-gib", type=float, default=79.0, help="memory cap (%(default)s, an 80 GB card)")
     parser.add_argument("--policy", choices=sorted(POLICIES), default="auto")
@@ -132,7 +134,9 @@ def _about(worker: Worker, options: argparse.Namespace) -> dict[str, Any]:
     ours = worker.impl == "ours"
     return {
         "impl": worker.impl,
-        "weights": "bf16" if worker.impl == "transformers" else options.weights,  # it can't train packed ones
+        "weights": "bf16"
+        if worker.impl == "transformers" and options.weights == "mxfp4"
+        else options.weights,  # it can't
         "policy": options.policy if ours else None,
         "backend": worker.about["backend"],
         "trainable_params": worker.about["trainable_params"],
@@ -165,6 +169,10 @@ def run(options: argparse.Namespace) -> int:
     for name in peers:
         if name not in BUILDERS or name == "ours":
             sys.exit(f"--peers: expected any of {', '.join(sorted(set(BUILDERS) - {'ours'}))}; got {name!r}.")
+    options.weights = options.weights or WEIGHTS[options.model][0]
+    if options.weights not in WEIGHTS[options.model]:
+        allowed = " or ".join(WEIGHTS[options.model])
+        sys.exit(f"--weights: expected {allowed} for {options.model}; got {options.weights}.")
     head = rows.common("step", options.commit)
     head |= {
         "model": options.model,

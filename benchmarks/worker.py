@@ -37,6 +37,8 @@ def _ours(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     started = time.perf_counter()
     if options["weights"] == "mxfp4":
         base = load_mxfp4(options["path"], device_map=device_map)
+    elif options["weights"] == "nf4":
+        base = _four_bit(options["path"], device_map)
     else:
         base = _dequantised(options["path"], device_map)
     load = _memory() | {"load_s": round(time.perf_counter() - started, 1)}
@@ -53,7 +55,14 @@ def _transformers(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    base = _dequantised(options["path"], {"": 0} if torch.cuda.is_available() else None)
+    device_map = {"": 0} if torch.cuda.is_available() else None
+    if options["weights"] == "nf4":
+        config = LoraConfig(r=options["rank"], lora_alpha=options["rank"], target_modules=TARGETS)
+        model = get_peft_model(_four_bit(options["path"], device_map), config)
+        _checkpointed(model)
+        _deterministic_adapters(model)
+        return model, {"backend": model.config._attn_implementation}
+    base = _dequantised(options["path"], device_map)
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = LoraConfig(
         r=options["rank"], lora_alpha=options["rank"], target_modules=TARGETS[:4], target_parameters=parameters
@@ -73,7 +82,7 @@ def _unsloth(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         model_name=options["path"],
         max_seq_length=options["longest"],
         dtype=torch.bfloat16,
-        load_in_4bit=options["weights"] == "mxfp4",
+        load_in_4bit=options["weights"] in ("mxfp4", "nf4"),
         local_files_only=True,
         **({"unsloth_tiled_mlp": True} if options["impl"] == "unsloth_tiled" else {}),
     )
@@ -101,6 +110,13 @@ def _dequantised(path: str, device_map: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(
         path, quantization_config=config, dtype=torch.bfloat16, device_map=device_map
     )
+
+
+def _four_bit(path: str, device_map: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, device_map=device_map)
 
 
 def _checkpointed(model: Any) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.errors import ModelError, UnsupportedError
 from unsloth_plugins.core.experts.op import resolve_implementation
+from unsloth_plugins.core.layers.op import resolve_implementation as resolve_layers
 from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import (
     add_missing_adapters,
@@ -26,7 +27,8 @@ from unsloth_plugins.core.models.attention import ConfigSwap, attention_backend,
 from unsloth_plugins.core.models.binding import ModelParts, is_layer
 from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
 from unsloth_plugins.core.models.experts import PackedExperts, patch_experts
-from unsloth_plugins.core.models.lora import keep_4bit_weights_on_cpu, patch_lora
+from unsloth_plugins.core.models.layers import patch_layers
+from unsloth_plugins.core.models.lora import keep_unpacked, patch_lora
 from unsloth_plugins.core.offload.budget import MemoryBudget
 from unsloth_plugins.core.offload.checkpoint import LayerCheckpoint
 from unsloth_plugins.core.offload.host import HostStore
@@ -77,12 +79,12 @@ class Applied:
         self._patches = PatchSet()
         self._checkpoint_patches = PatchSet()
         self._configs: ConfigSwap | None = None
+        self._adapters: tuple[str, ...] = ()
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     def report(self) -> str:
         """A table of what was changed, what was left alone, and why."""
         self.sync_checkpointing()
-        self._sync_lora()
         if self.tokens_seen and chunked_losses(self.parts.causal_lm) == 0:
             self._note("loss", "left alone", "the trainer or the model computes its own, past the chunked one")
         name = type(self.parts.causal_lm).__name__
@@ -152,6 +154,24 @@ class Applied:
         waited = f", copies took {copies_ms:.0f} ms, waited for {exposed_ms:.0f} ms" if copies_ms else ""
         return f"; {sent / 2**30:.2f} GiB sent to the host so far, {high:.2f} GiB of host memory taken for it{waited}"
 
+    def sync_lora(self) -> None:
+        """Take over the LoRA layers that PEFT has made since; the decoder calls this when there is a new adapter."""
+        self._adapters = _adapter_names(self.parts.causal_lm)
+        if (kept := keep_unpacked(self.parts.causal_lm, self._patches)) is not None:
+            self._note("4-bit weights", "on", kept)
+        if self.config.lora is None:
+            self._note("lora", "left alone", "switched off in the config")
+            return
+        ours, groups, left = patch_lora(self.parts.causal_lm, self._patches, self.config.lora)
+        others = "; ".join(f"{count} stay PEFT's: {reason}" for reason, count in left.items())
+        if not ours:
+            self._note("lora", "left alone", others or "no adapter on a linear layer so far")
+            return
+        detail = f"{ours} linear layers, {groups} groups that read their input once"
+        if self.config.lora == "auto":
+            detail += ", on CUDA"
+        self._note("lora", "on", f"{detail}; {others}" if others else detail)
+
     def _note(self, feature: str, state: Literal["on", "left alone"], detail: str) -> None:
         row = Row(feature, state, detail)
         for index, old in enumerate(self.rows):
@@ -163,7 +183,8 @@ class Applied:
     def _before_decoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training:
             return
-        self._sync_lora()
+        if _adapter_names(self.parts.causal_lm) != self._adapters:
+            self.sync_lora()
         tokens, device = 0, torch.device("cpu")
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is not None:
@@ -217,6 +238,29 @@ class Applied:
         kind = "packed MXFP4" if isinstance(layers[0].experts, PackedExperts) else "dense"
         self._note("experts", "on", f"{kind}, {resolved} ({why}), routing in float32, {len(layers)} layers")
 
+    def _apply_layers(self) -> None:
+        choice = self.config.layers
+        if choice is None:
+            self._note("layers", "left alone", "switched off in the config")
+            return
+        parameter = next(iter(self.parts.decoder.parameters()))
+        resolved, why = resolve_layers(choice, parameter.device, parameter.dtype)
+        counts = patch_layers(self.parts.causal_lm, self._patches, choice)
+        if not counts:
+            if choice != "auto":
+                raise UnsupportedError(
+                    expected=f"a model with norms, rotary embedding or MLPs that are known, for layers={choice!r}",
+                    got=type(self.parts.causal_lm).__name__,
+                    remedy="Use layers='auto' or None.",
+                )
+            self._note("layers", "left alone", "no norm, rotary embedding or MLP recognised")
+            return
+        found = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        how = "Triton kernels" if resolved == "triton" else "plain PyTorch"
+        if choice == "auto" and resolved == "reference":
+            how = "the model's own for now"
+        self._note("layers", "on", f"{found}: {how} ({why})")
+
     def add_adapters(self) -> None:
         """Add the LoRA on experts that adapters in training ask for and PEFT could not create; say so.
 
@@ -241,13 +285,6 @@ class Applied:
             frozen = "LoRA is on every linear layer and on no expert; name gate_proj, up_proj, down_proj to train those"
             self._note("adapters", "left alone", frozen)
             _warn("%s", frozen)
-
-    def _sync_lora(self) -> None:
-        """Fuse adapters on linear layers; those that came since are fused before the next forward in training mode."""
-        if self.config.lora is None:
-            self._note("lora", "left alone", "switched off in the config")
-        elif (found := patch_lora(self.parts.causal_lm, self._patches)) is not None:
-            self._note("lora", "on" if "adapter in one product" in found else "left alone", found)
 
     def lacks_adapters(self) -> bool:
         """Whether an adapter asks for LoRA on experts that is not there."""
@@ -297,14 +334,11 @@ class Applied:
             missing_adapters(self.parts)
             self._apply_attention()
             self._apply_experts()
+            self._apply_layers()
+            self.sync_lora()
             self._apply_loss()
             self._apply_checkpointing()
             self.add_adapters()
-            self._sync_lora()
-            if told := keep_4bit_weights_on_cpu(self.parts.causal_lm, self._patches):
-                self._note(
-                    "4-bit weights", "on", f"{told} layers kept from repacking for the CPU, which corrupts gradients"
-                )
         except BaseException:
             self.undo()
             raise
@@ -317,6 +351,10 @@ def _warn(message: str, *values: object) -> None:
     """Once for all processes of a run: they do the same things."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()):
         logger.warning(message, *values)
+
+
+def _adapter_names(causal_lm: nn.Module) -> tuple[str, ...]:
+    return tuple(getattr(causal_lm, "peft_config", ()))
 
 
 def _checkpointed_modules(model: nn.Module) -> list[nn.Module]:

@@ -12,7 +12,8 @@ from unsloth_plugins.core.errors import ConfigError
 _CHOICES: dict[str, tuple[object, ...]] = {
     "attention": ("auto", "triton", "fa4", "flex", "reference", None),
     "experts": ("auto", "reference", "grouped_mm", None),
-    "lora": ("auto", None),
+    "layers": ("auto", "triton", "reference", None),
+    "lora": ("auto", "fused", None),
     "loss": ("auto", "chunked", None),
     "gradient_checkpointing": ("auto", True, False),
     "memory_policy": ("auto", "min_memory", "offload_all", "on_device"),
@@ -33,10 +34,15 @@ class UnslothConfig:
     """Mixture-of-experts layers: ``grouped_mm`` is one grouped GEMM for all experts, ``reference`` a loop over them;
     ``auto`` takes ``grouped_mm`` for bf16 experts on CUDA and ``reference`` elsewhere."""
 
-    lora: Literal["auto"] | None = "auto"
-    """PEFT's LoRA on linear layers: ``auto`` lets the product of each adapter add to its base layer's output, where the
-    base is frozen (dense, or in 4 bits by bitsandbytes) and the adapter a plain one without dropout; ``None`` leaves
-    all to PEFT."""
+    layers: Literal["auto", "triton", "reference"] | None = "auto"
+    """RMSNorm, rotary embedding and the gate of dense MLPs, wherever a module runs code that is known: by our kernels
+    on CUDA under ``auto``, which leaves the model's own elsewhere; ``triton`` raises where the kernels can't run,
+    ``reference`` is plain PyTorch."""
+
+    lora: Literal["auto", "fused"] | None = "auto"
+    """PEFT's LoRA on linear layers, dense or in bitsandbytes' 4 bits, with the base in one function that reads and
+    saves its input once, for q, k, v and for gate, up together. ``auto`` does so on CUDA, ``fused`` everywhere,
+    ``None`` leaves it to PEFT. Layers with dropout, DoRA or an 8-bit base stay PEFT's; the report counts them."""
 
     loss: Literal["auto", "chunked"] | None = "auto"
     """Cross entropy that never holds the logits of all tokens. ``auto`` uses it wherever the head is recognised,

@@ -18,8 +18,8 @@ FIELDS = {
 }
 
 
-def bench(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks", "step", "--model", "tiny", "--optimizer", "adamw", *options]
+def bench(*options: str, model: str = "tiny") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", "step", "--model", model, "--optimizer", "adamw", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
@@ -62,6 +62,17 @@ def test_trainers_train_the_same(tmp_path: Path) -> None:
     assert all(fields <= row.keys() and row["tok_s"] > 0 and row["trainable_params"] > 0 for row in rows)
     assert [row["loss"] for row in rows[1:]] == pytest.approx([rows[0]["loss"]] * 2, abs=1e-4)
     assert "Apart by" in done.stdout
+
+
+@pytest.mark.slow
+def test_mistral_in_four_bits_agrees_with_transformers(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    done = bench("--ctx", "64", "--repeats", "1", "--peers", "transformers", "--json", str(file), model="tiny-mistral")
+    assert done.returncode == 0, done.stdout + done.stderr
+    stock, ours = (row for row in json.loads(file.read_text()) if row["bench"] == "step")
+    assert (stock["impl"], ours["impl"], ours["weights"]) == ("transformers", "ours", "nf4")
+    assert "They differ" not in done.stdout and ours["trainable_params"] == stock["trainable_params"] > 0
+    assert bench("--weights", "mxfp4", model="tiny-mistral").returncode != 0
 
 
 def test_peers_that_do_not_exist_are_named() -> None:

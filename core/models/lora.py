@@ -1,110 +1,223 @@
-"""PEFT's LoRA on linear layers, instance by instance, through ``core.layers.lora_linear`` where nothing forbids it."""
+"""PEFT's LoRA on linear layers, dense or in bitsandbytes' 4 bits, through ``core.layers.lora_linear``.
+
+What PEFT does that is not plain LoRA (merged, disabled or mixed adapters, variants such as DoRA, dropout while
+training) runs PEFT's own forward, decided call by call. Replacements are functions bound to the instance that find
+their state on it.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 from collections import Counter
+from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from unsloth_plugins.core.layers.lora_linear import Bnb4bit, LoraTerm, lora_linear
+from unsloth_plugins.core.layers.lora_linear import LoraProjection, LoraTerm, lora_linears
 from unsloth_plugins.core.patches import PatchSet
 
-_MARK = "_unsloth_lora"
+Choice = Literal["auto", "fused"]
+_STATE = "_unsloth_lora"
+_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def _weight_of(base: nn.Module) -> torch.Tensor | Bnb4bit | None:
-    """The frozen weight of a base layer that is understood, or ``None``."""
-    weight: Any = getattr(base, "weight", None)
-    if type(base) is nn.Linear:
-        return weight  # type: ignore[no-any-return]
-    state = getattr(weight, "quant_state", None)
-    if type(base).__name__ == "Linear4bit" and type(base).__module__.startswith("bitsandbytes"):
-        repacked = getattr(state, "packing_format_for_cpu", False)
-        return None if state is None or repacked else Bnb4bit(weight.data, state)
-    return None
+@dataclass(eq=False)
+class _Group:
+    """Projections that their owner calls one after the other with the same tensor.
+
+    The first call computes all; the others find their output here. A call with another tensor starts anew.
+    """
+
+    members: list[Any]
+    source: torch.Tensor | None = None
+    waiting: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def take(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        """The output that waits for ``module``, if it is that of ``x``."""
+        if self.source is not x:
+            self.source, self.waiting = None, {}
+            return None
+        found = self.waiting.pop(id(module), None)
+        if not self.waiting:
+            self.source = None
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
+        twin = memo[id(self)] = _Group([])
+        twin.members = [copy.deepcopy(member, memo) for member in self.members]
+        return twin
 
 
-def why_not(module: Any) -> str | None:
-    """Why a LoRA layer is left to PEFT, or ``None``."""
+@dataclass(frozen=True, eq=False)
+class _Lora:
+    choice: Choice
+    group: _Group | None
+
+
+def _is_4bit(base: nn.Module) -> bool:
+    return type(base).__name__ == "Linear4bit" and type(base).__module__.startswith("bitsandbytes.")
+
+
+def _decoded(base: Any, dtype: torch.dtype) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(base.weight.data, base.weight.quant_state).to(dtype)
+
+
+def _dense(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return weight_OI.to(dtype)
+
+
+def why_peft(module: Any) -> str | None:
+    """Why this LoRA layer is PEFT's to compute as it stands now, or ``None``."""
     base = module.base_layer
-    if any("forward" in vars(part) for part in (module, base)):
-        return "its forward was replaced"
-    if any(part._forward_hooks or part._forward_pre_hooks for part in (base, *module.lora_A.values())):
-        return "hooks on its parts"
-    if _weight_of(base) is None:
-        return f"a base layer of class {type(base).__name__}"
-    if any(parameter.requires_grad for parameter in base.parameters()):
-        return "a base layer that is trained"
-    if any(getattr(dropout, "p", 0.0) for dropout in module.lora_dropout.values()):
-        return "LoRA dropout"
-    if any(module.lora_variant.values()):
-        return "a variant of LoRA"
-    if any(b.bias is not None for b in module.lora_B.values()):
-        return "a bias in the adapter"
+    four_bit = _is_4bit(base)
+    if not four_bit and type(base) is not nn.Linear:
+        return f"a base of {type(base).__name__}"
+    if "forward" in vars(base) or base._forward_hooks or base._forward_pre_hooks:
+        return "a base with hooks"
+    if base.weight.requires_grad:
+        return "a trained base"
+    if module.fan_in_fan_out:
+        return "a transposed base"
+    if four_bit and (getattr(base.weight, "quant_state", None) is None or base.weight.quant_state.shape[0] == 1):
+        return "a base that is not quantised yet"
+    if module.disable_adapters or module.merged_adapters:
+        return "disabled or merged adapters"
+    for name in module.active_adapters:
+        if name not in module.lora_A:
+            continue
+        if name in module.lora_variant or module.lora_bias[name]:
+            return "a variant of LoRA"
+        if module.training and type(module.lora_dropout[name]) is not nn.Identity:
+            return "dropout"
+        if type(module.lora_A[name]) is not nn.Linear or type(module.lora_B[name]) is not nn.Linear:
+            return "adapters that are not linear layers"
     return None
 
 
-def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Of a LoRA layer: the fused product while its adapters are on and nothing has been changed that forbids it."""
-    names = [name for name in self.active_adapters if name in self.lora_A]
-    base = self.base_layer
-    weight = _weight_of(base)
-    plain = not (args or kwargs or self.disable_adapters or self.merged_adapters or self.lora_variant)
-    if not plain or not names or weight is None or base.weight.requires_grad:
+def _projection(module: Any) -> LoraProjection:
+    base = module.base_layer
+    terms = [
+        LoraTerm(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
+        for name in module.active_adapters
+        if name in module.lora_A
+    ]
+    weight = functools.partial(_decoded, base) if _is_4bit(base) else functools.partial(_dense, base.weight)
+    return LoraProjection(weight, base.out_features, base.bias, terms)
+
+
+def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype] | None:
+    """The dtypes of the products and of the output, as the base has them; ``None`` where it would refuse."""
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if x.dtype == torch.float64:
+        autocast = None
+    if _is_4bit(base):
+        return autocast or (base.compute_dtype if base.compute_type_is_set else None) or x.dtype, x.dtype
+    if autocast is not None:
+        return autocast, autocast
+    return (x.dtype, x.dtype) if x.dtype == base.weight.dtype else None
+
+
+def _lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    state: _Lora | None = vars(self).get(_STATE)
+    if state is None or args or kwargs or (state.choice == "auto" and not x.is_cuda):
         return type(self).forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
-    device, inputs = x.device.type, x.dtype
-    if torch.is_autocast_enabled(device) and inputs != torch.float64:
-        inputs = torch.get_autocast_dtype(device)
-    terms = [LoraTerm(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]) for name in names]
-    return lora_linear(x.to(getattr(base, "compute_dtype", None) or inputs), weight, base.bias, terms).to(inputs)
+    group = state.group
+    if group is not None and (found := group.take(self, x)) is not None:
+        return found
+    dtypes = _dtypes(self.base_layer, x)
+    if dtypes is None or why_peft(self) is not None:
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
+    members = [self]
+    if group is not None:
+        able = [m for m in group.members if m is self or (why_peft(m) is None and _dtypes(m.base_layer, x) == dtypes)]
+        members = able if self in able else members
+    projections = [_projection(module) for module in members]
+    if not any(each.terms for each in projections):
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
+    product, result = dtypes
+    with torch.autocast(x.device.type, enabled=False):
+        outputs = [y.to(result) for y in lora_linears(x.to(product), projections)]
+    waiting = {id(module): y for module, y in zip(members, outputs, strict=True)}
+    mine = waiting.pop(id(self))
+    if group is not None and waiting:
+        group.source, group.waiting = x, waiting
+    return mine
 
 
-def patch_lora(model: nn.Module, patches: PatchSet) -> str | None:
-    """Fuse every LoRA layer that allows it and is not fused yet.
+def patch_lora(causal_lm: nn.Module, patches: PatchSet, choice: Choice) -> tuple[int, int, dict[str, int]]:
+    """Replace what is not replaced yet.
 
     Returns:
-        what was done and what was left, or ``None`` where there is no LoRA on a linear layer.
+        How many layers are ours, in how many groups, and why others are left to PEFT as they stand now.
     """
     try:
-        from peft.tuners.lora import Linear
-        from peft.tuners.lora import layer as lora_layers
+        from peft.tuners.lora.layer import Linear, LoraLayer
     except ImportError:
-        return None
-    fused, left = 0, Counter[str]()
-    for module in model.modules():
-        if not isinstance(module, lora_layers.LoraLayer) or not hasattr(module, "base_layer"):
+        return 0, 0, {}
+    kinds: list[type] = [Linear]
+    try:
+        from peft.tuners.lora.bnb import Linear4bit
+
+        kinds.append(Linear4bit)
+    except ImportError:
+        pass
+    head_of: Any = getattr(causal_lm, "get_output_embeddings", None)
+    head = None if head_of is None else head_of()
+    left: Counter[str] = Counter()
+    ours: list[Any] = []
+    for module in causal_lm.modules():
+        if not isinstance(module, LoraLayer) or module is head or type(module).__name__ == "ParamWrapper":
             continue
-        if not (isinstance(module, Linear) or type(module).__name__ == "Linear4bit"):
-            continue
-        reason = None if _MARK in vars(module) else why_not(module)
-        if reason is not None:
-            left[reason] += 1
-            continue
-        if _MARK not in vars(module):
-            patches.set(module, _MARK, True)
-            patches.set(module, "forward", MethodType(_forward, module))
-        fused += 1
-    if not fused and not left:
-        return None
-    parts = [f"{fused} linear layers with their adapter in one product"] if fused else []
-    parts += [f"{count} left to PEFT: {reason}" for reason, count in left.items()]
-    return "; ".join(parts)
+        if type(module) not in kinds:
+            left[f"a layer of {type(module).__name__}"] += 1
+        elif "forward" in vars(module) and _STATE not in vars(module):
+            left["a layer whose forward was replaced"] += 1
+        else:
+            ours.append(module)
+            if (reason := why_peft(module)) is not None:
+                left[reason] += 1
+    owners = {id(module) for module in ours}
+    groups: dict[int, _Group] = {}
+    for parent in causal_lm.modules():
+        for names in _GROUPS:
+            members = [parent._modules.get(name) for name in names]
+            members = [each for each in members if id(each) in owners]
+            if len(members) > 1 and {*names} <= {*inspect.unwrap(type(parent).forward).__code__.co_names}:
+                shared = _Group(members)
+                groups |= {id(each): shared for each in members}
+    for module in ours:
+        if _STATE not in vars(module):
+            patches.set(module, _STATE, _Lora(choice, groups.get(id(module))))
+            patches.set(module, "forward", MethodType(_lora_forward, module))
+    return len(ours), len({id(group) for group in groups.values()}), dict(left)
 
 
-def keep_4bit_weights_on_cpu(model: nn.Module, patches: PatchSet) -> int:
-    """Keep bitsandbytes from repacking 4-bit weights in a forward without gradients, for AVX512-BF16 processors.
+def keep_unpacked(causal_lm: nn.Module, patches: PatchSet) -> str | None:
+    """Keep bitsandbytes from repacking 4-bit weights on CPUs with AVX512-BF16, after which gradients are wrong.
 
-    It never unpacks them, and what is trained afterwards gets wrong gradients.
+    Its layers do so in the first evaluation without gradients and never take it back for training. Weights that are
+    packed already are unpacked, which saving does; their scales have been rounded to bfloat16 then.
 
     Returns:
-        how many layers were told.
+        What there was to do, or ``None``.
     """
-    told = 0
-    for module in model.modules():
-        if vars(module).get("support_avx512bf16_for_cpu"):
-            patches.set(module, "support_avx512bf16_for_cpu", False)
-            told += 1
-    return told
+    layers = [m for m in causal_lm.modules() if _is_4bit(m) and getattr(m, "support_avx512bf16_for_cpu", False)]
+    packed = 0
+    for module in layers:
+        patches.set(module, "support_avx512bf16_for_cpu", False)
+        weight: Any = module.weight
+        if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
+            module.state_dict()
+            packed += 1
+    if not layers:
+        return None
+    detail = f"bitsandbytes may not repack {len(layers)} layers for inference on this CPU"
+    return detail + (f"; {packed} had been, and their scales rounded: load them anew for exact ones" if packed else "")

@@ -15,7 +15,7 @@ from unsloth_plugins.core import UnslothConfig
 from unsloth_plugins.core.errors import ConfigError
 
 _FIELDS = {field.name: field for field in dataclasses.fields(UnslothConfig)}
-_CAN_BE_OFF = ("attention", "experts", "loss")
+_CAN_BE_OFF = ("attention", "experts", "layers", "lora", "loss")
 _OFF = "off"
 _OWN = {"quiet": (bool, False), "save_merged": (str | None, None), "merged_dtype": (str, "bf16")}
 """Options of this adapter: type and default."""

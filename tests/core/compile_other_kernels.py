@@ -14,6 +14,9 @@ import triton
 from compiling import assemble, compile_launch
 
 from unsloth_plugins.core.experts import kernels
+from unsloth_plugins.core.layers.triton_glu import gated_backward, gated_forward
+from unsloth_plugins.core.layers.triton_norm import rms_norm_backward, rms_norm_forward
+from unsloth_plugins.core.layers.triton_rope import rope_launch
 from unsloth_plugins.core.loss.kernel import chunk_loss_in_place
 from unsloth_plugins.core.mxfp4.kernel import decode_triton
 from unsloth_plugins.core.sink_attention.triton_decode import decode
@@ -60,6 +63,31 @@ def launch_all(dtype: torch.dtype) -> None:
         for grad in (True, False):
             rule: dict[str, Any] = dict(ignore_index=-100, label_smoothing=0.1, want_grad=grad)
             chunk_loss_in_place(logits, labels, factor, **rule)
+    launch_layers(dtype)
+
+
+def launch_layers(dtype: torch.dtype) -> None:
+    """Norms from a head's size to a large model's width, and the rest at the sizes of Mistral-7B and Gemma."""
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    for size in (64, 128, 2880, 4096, 8192, 16384):
+        x, weight, rstd = empty(1024, size), empty(size), empty(1024, of=torch.float32)
+        for residual in (None, x):
+            rms_norm_forward(x, weight, residual, eps=1e-5, cast_first=True, one_plus=False)
+            for want in (True, False) if size <= 8192 else (False,):
+                rms_norm_backward(x, residual, x, weight, rstd, one_plus=True, want_weight=want)
+    for heads, kv_heads, size, angles in ((32, 8, 128, 128), (64, 8, 64, 32), (8, 4, 256, 256), (32, 32, 96, 48)):
+        q, k = empty(1, 1024, heads, size).transpose(1, 2), empty(1, 1024, kv_heads, size).transpose(1, 2)
+        cos = empty(1, 1024, angles)
+        for back in (True, False):
+            rope_launch(q, k, q, k, cos, cos, half=angles if 2 * angles == size else angles // 2, back=back)
+    gate = empty(1024, 14336)
+    for activation in ("silu", "gelu_tanh", "gelu"):
+        gated_forward(gate, gate, gate, activation=activation)
+        for out in (None, gate):
+            gated_backward(gate, gate, gate, gate, gate, activation=activation, out_MI=out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The kernels of the experts, MXFP4 and the loss compile for every supported GPU, without one."""
+"""The kernels of the experts, layers, MXFP4 and the loss compile for every supported GPU, without one."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def test_programs_fit_and_spill_nothing(capability: int, tmp_path: Path) -> None
     assert {row["kernel"] for row in rows} == {
         *("_gather_kernel", "_swiglu_kernel", "_swiglu_backward_kernel", "_combine_kernel"),
         *("_decode_kernel", "_cross_entropy_kernel", "part_kernel", "join_kernel"),
+        *("_forward_kernel", "_backward_kernel", "_rope_kernel"),
     }
     for row in rows:
         assert row["shared"] <= SHARED_KB[capability] * 1024 and row["spilled"] == 0, row

@@ -1,0 +1,227 @@
+"""Norms, rotary embedding and gated MLPs of any model whose modules run the same code as a family known here.
+
+A module is recognised by the bytecode of its forward, so copies of Llama's norm under whatever class name are found and
+a subclass that computes something else is not. As everywhere in this room, replacements are functions bound to the
+instance that find their state on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CellType, FunctionType, MethodType
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from unsloth_plugins.core.layers import gated, rms_norm, rope
+from unsloth_plugins.core.layers.op import Implementation, resolve_implementation, why_reference
+from unsloth_plugins.core.layers.reference import Activation, NormRule
+from unsloth_plugins.core.patches import PatchSet
+
+Choice = Literal["auto", "triton", "reference"]
+_STATE = "_unsloth_layer"
+_ROTATE = "apply_rotary_pos_emb"
+
+
+def _identity(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """What a function does, apart from the functions that it calls."""
+    code = inspect.unwrap(function).__code__
+    return code.co_code, code.co_names, tuple(each for each in code.co_consts if not isinstance(each, str))
+
+
+def _norm_identity(kind: type) -> tuple[Any, ...]:
+    helper = getattr(kind, "_norm", None)
+    return _identity(kind.forward), None if helper is None else _identity(helper)  # type: ignore[attr-defined]
+
+
+def _rotation_identity(function: FunctionType) -> tuple[Any, ...]:
+    names = inspect.unwrap(function).__code__.co_names
+    helpers = (inspect.unwrap(function).__globals__.get(name) for name in names)  # type: ignore[attr-defined]
+    return _identity(function), tuple(_identity(each) for each in helpers if isinstance(each, FunctionType))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Code of transformers, by what it computes."""
+
+    norms: dict[tuple[Any, ...], tuple[NormRule, str]]
+    mlps: dict[tuple[Any, ...], tuple[str, str]]
+    rotations: dict[tuple[Any, ...], bool]
+    activations: dict[type, Activation]
+
+
+@functools.cache
+def _known() -> _Known:
+    from transformers import activations
+    from transformers.models.gemma import modeling_gemma as gemma
+    from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+    from transformers.models.llama import modeling_llama as llama
+    from transformers.models.phi3 import modeling_phi3 as phi3
+
+    return _Known(
+        norms={
+            _norm_identity(llama.LlamaRMSNorm): ("cast_first", "variance_epsilon"),
+            _norm_identity(gpt_oss.GptOssRMSNorm): ("cast_last", "variance_epsilon"),
+            _norm_identity(gemma.GemmaRMSNorm): ("one_plus", "eps"),
+        },
+        mlps={
+            _identity(llama.LlamaMLP.forward): ("gate_proj", "act_fn"),
+            _identity(phi3.Phi3MLP.forward): ("gate_up_proj", "activation_fn"),
+        },
+        rotations={
+            _rotation_identity(getattr(each, _ROTATE)): per_pair
+            for each, per_pair in ((llama, False), (phi3, False), (gpt_oss, True))
+        },
+        activations={
+            nn.SiLU: "silu",
+            activations.SiLUActivation: "silu",
+            activations.GELUTanh: "gelu_tanh",
+            activations.NewGELUActivation: "gelu_tanh",
+        },
+    )
+
+
+def _activation(module: Any) -> Activation | None:
+    from transformers.activations import GELUActivation
+
+    if isinstance(module, GELUActivation):
+        return "gelu" if module.act is nn.functional.gelu else None
+    return _known().activations.get(type(module))
+
+
+def _own_code(module: nn.Module) -> Callable[..., Any] | None:
+    """The class's forward, unless somebody put another one on the instance."""
+    return None if "forward" in vars(module) else type(module).forward
+
+
+def _implementation(choice: Choice, x: torch.Tensor) -> Implementation | None:
+    """How to compute; ``None`` for the model's own way."""
+    if choice == "auto":
+        return "triton" if why_reference(x.device, x.dtype) is None else None
+    return resolve_implementation(choice, x.device, x.dtype)[0]
+
+
+@dataclass(frozen=True)
+class _Norm:
+    choice: Choice
+    rule: NormRule
+    eps: float
+
+
+def _norm_forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    state: _Norm | None = vars(self).get(_STATE)
+    implementation = None if state is None else _implementation(state.choice, hidden)
+    if state is None or implementation is None:
+        return type(self).forward(self, hidden)  # type: ignore[no-any-return]
+    return cast(
+        torch.Tensor, rms_norm(hidden, self.weight, eps=state.eps, rule=state.rule, implementation=implementation)
+    )
+
+
+@dataclass(frozen=True)
+class _Mlp:
+    choice: Choice
+    activation: Activation
+    fused: bool
+
+
+def _mlp_forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    state: _Mlp | None = vars(self).get(_STATE)
+    implementation = None if state is None else _implementation(state.choice, hidden)
+    if state is None or implementation is None:
+        return type(self).forward(self, hidden)  # type: ignore[no-any-return]
+    gates = (self.gate_up_proj(hidden),) if state.fused else (self.gate_proj(hidden), self.up_proj(hidden))
+    inner = gated(*gates, activation=state.activation, implementation=implementation)
+    return self.down_proj(inner)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """The class's forward with our rotation: one that may overwrite its inputs, and one for when hooks look at them."""
+
+    in_place: Callable[..., Any]
+    beside: Callable[..., Any]
+
+
+def _attention_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    state: _Attention | None = vars(self).get(_STATE)
+    if state is None:
+        return type(self).forward(self, *args, **kwargs)
+    watched = any(module._forward_hooks for module in self._modules.values() if module is not None)
+    return (state.beside if watched else state.in_place)(self, *args, **kwargs)
+
+
+def _rotation(own: Callable[..., Any], choice: Choice, per_pair: bool, in_place: bool) -> Callable[..., Any]:
+    """A function for the place of transformers' ``apply_rotary_pos_emb``."""
+
+    def rotate(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        implementation = _implementation(choice, q)
+        if implementation is None or unsqueeze_dim != 1:
+            return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)  # type: ignore[no-any-return]
+        return rope(q, k, cos, sin, per_pair=per_pair, in_place=in_place, implementation=implementation)
+
+    return rotate
+
+
+def _with(function: FunctionType, name: str, value: Any) -> FunctionType:
+    """A copy of ``function`` that finds ``value`` under the global ``name``; decorators around it are kept."""
+    inner = getattr(function, "__wrapped__", None)
+    names, closure = function.__globals__, function.__closure__
+    if inner is None:
+        names = {**names, name: value}
+    else:
+        twin = _with(inner, name, value)
+        closure = tuple(CellType(twin) if c.cell_contents is inner else c for c in closure or ())
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy if inner is None else functools.wraps(twin)(copy)  # type: ignore[return-value]
+
+
+@functools.cache
+def _rotating(forward: FunctionType, choice: Choice) -> _Attention | None:
+    """``forward`` with our rotation, where it uses one that is known here."""
+    plain = inspect.unwrap(forward)
+    own = plain.__globals__.get(_ROTATE)
+    if _ROTATE not in plain.__code__.co_names or not isinstance(own, FunctionType):
+        return None
+    per_pair = _known().rotations.get(_rotation_identity(own))
+    if per_pair is None:
+        return None
+    both = (_with(forward, _ROTATE, _rotation(own, choice, per_pair, in_place)) for in_place in (True, False))
+    return _Attention(*both)
+
+
+def patch_layers(causal_lm: nn.Module, patches: PatchSet, choice: Choice) -> dict[str, int]:
+    """Replace what is recognised in the whole model.
+
+    Returns:
+        How many of each kind, without those that there are none of.
+    """
+    counts = {"norms": 0, "rotary embeddings": 0, "gated MLPs": 0}
+    known = _known()
+
+    def patch(module: nn.Module, kind: str, state: object, forward: Callable[..., Any]) -> None:
+        patches.set(module, _STATE, state)
+        patches.set(module, "forward", MethodType(forward, module))
+        counts[kind] += 1
+
+    for module in causal_lm.modules():
+        forward = _own_code(module)
+        if not isinstance(forward, FunctionType):
+            continue
+        if (norm := known.norms.get(_norm_identity(type(module)))) is not None:
+            rule, eps = norm
+            patch(module, "norms", _Norm(choice, rule, getattr(module, eps)), _norm_forward)
+        elif (mlp := known.mlps.get(_identity(forward))) is not None:
+            projection, act = mlp
+            if (activation := _activation(getattr(module, act))) is not None:
+                patch(module, "gated MLPs", _Mlp(choice, activation, projection == "gate_up_proj"), _mlp_forward)
+        elif (attention := _rotating(forward, choice)) is not None:
+            patch(module, "rotary embeddings", attention, _attention_forward)
+    return {kind: count for kind, count in counts.items() if count}
