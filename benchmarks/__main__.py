@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import attention, merge, step
+from benchmarks import adapters, attention, merge, offload, step
 
 
 def main() -> int:
@@ -16,6 +16,8 @@ def main() -> int:
         "step": (step, "one training step of gpt-oss"),
         "attention": (attention, "attention kernels"),
         "merge": (merge, "merging LoRA into gpt-oss"),
+        "adapters": (adapters, "the same steps in each trainer"),
+        "offload": (offload, "offloaded checkpointing beside plain checkpointing"),
     }
     for name, (module, summary) in about.items():
         module.add_arguments(commands.add_parser(name, help=summary, description=module.__doc__))

@@ -40,7 +40,7 @@ class CopyEngine(Protocol):
         """Let the host wait for the copy."""
 
     def copy_ms(self) -> tuple[float, float]:
-        """Milliseconds of all copies, and of those that computing waited for, since the last call."""
+        """Milliseconds of all copies so far, and milliseconds that computing waited for copies."""
 
 
 class CudaCopies:
@@ -107,10 +107,9 @@ class CudaCopies:
 
     def copy_ms(self) -> tuple[float, float]:
         """See ``CopyEngine``; copies that are not over yet count the next time."""
-        for which, pairs in enumerate((self._copies, self._waits)):
-            self._ms[which] += _taken(pairs)
-        done, self._ms = (self._ms[0], self._ms[1]), [0.0, 0.0]
-        return done
+        self._ms[0] += _taken(self._copies)
+        self._ms[1] += _taken(self._waits)
+        return self._ms[0], self._ms[1]
 
     def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Any:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -120,8 +119,7 @@ class CudaCopies:
             end.record(stream)
         self._copies.append((begin, end))
         if len(self._copies) > 512:
-            self._ms[0] += _taken(self._copies)
-            self._ms[1] += _taken(self._waits)
+            self.copy_ms()
         return end
 
 

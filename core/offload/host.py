@@ -34,6 +34,8 @@ class HostStore:
         engine: makes the copy engine of a device.
 
     Attributes:
+        layers: how many inputs of layers one forward brings, for ``reserve``; 0 when nobody knows.
+        moving: under ``"auto"`` on CUDA, whether to move, where somebody knows; ``None`` to look at the memory in use.
         peak_bytes: high-water mark of ``held_bytes`` since construction or ``reset_peak``.
         total_bytes: ever taken in.
     """
@@ -48,12 +50,21 @@ class HostStore:
         engine: Callable[[torch.device], CopyEngine] = engine_for,
     ) -> None:
         self.offload, self.min_bytes, self.limit_bytes, self.hold = offload, min_bytes, limit_bytes, hold
+        self.moving: bool | None = None
+        self.layers = 0
         self.peak_bytes = self.total_bytes = 0
         self._engine = engine
         self._transfers: dict[torch.device, Transfers] = {}
         self._pieces: weakref.WeakValueDictionary[tuple[int, ...], Parked] = weakref.WeakValueDictionary()
         self._left_bytes, self._freed = 0, deque[int]()
         self._lock = threading.RLock()
+
+    @classmethod
+    def for_policy(cls, policy: str, min_bytes: int, limit_gib: float | None = None) -> HostStore:
+        """The store of one of ``UnslothConfig.memory_policy``."""
+        offload: Literal["auto"] | bool = "auto" if policy == "auto" else policy != "on_device"
+        limit_bytes = None if limit_gib is None else int(limit_gib * 2**30)
+        return cls(offload, min_bytes, limit_bytes=limit_bytes, hold=1 if policy == "min_memory" else 2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
         """An empty store with the same options: a copy of a model holds no activations of the first."""
@@ -73,8 +84,13 @@ class HostStore:
         """Host memory that is kept for tensors, in use or not."""
         return sum(each.arena.mapped_bytes for each in self._transfers.values())
 
+    @property
+    def sent_bytes(self) -> int:
+        """Copied to the host since construction."""
+        return sum(each.sent_bytes for each in self._transfers.values())
+
     def copy_ms(self) -> tuple[float, float]:
-        """Milliseconds of copies since the last call: all, and those that the device had to wait for."""
+        """Milliseconds of all copies so far, and milliseconds that computing waited for them; the rest was hidden."""
         each = [transfers.engine.copy_ms() for transfers in self._transfers.values()]
         return sum(copies for copies, _ in each), sum(exposed for _, exposed in each)
 
@@ -98,6 +114,19 @@ class HostStore:
                 self._transfers[device] = Transfers(engine, arena, self.hold)
             return self._transfers[device]
 
+    def reserve(self, tensor: torch.Tensor, count: int) -> None:
+        """Let host memory for ``count`` tensors like ``tensor`` be made in the background, if they are to move.
+
+        Raises:
+            UnsupportedError: they would not fit in the limit.
+        """
+        n_bytes = tensor.numel() * tensor.element_size()
+        moves = self.offload is True or (self.offload == "auto" and self.moving is True)
+        if count and moves and n_bytes >= max(self.min_bytes, 1) and tensor.device.type != "meta":
+            transfers = self.transfers(tensor.device)
+            assert transfers.stored_bytes >= 0  # notes what has become free
+            transfers.arena.reserve(n_bytes, count)
+
     def pack(self, tensor: torch.Tensor) -> Any:
         """The hook for saved tensors. Parameters, small tensors and tensors on no accelerator are kept as they are."""
         if self.offload is False or isinstance(tensor, torch.nn.Parameter):
@@ -105,8 +134,10 @@ class HostStore:
         n_bytes = tensor.numel() * tensor.element_size()
         if tensor.layout != torch.strided or n_bytes < max(self.min_bytes, 1) or tensor.device.type == "meta":
             return tensor
-        if self.offload == "auto" and tensor.is_cuda and memory_in_use(tensor.device) < _PLENTY:
-            return Left(self, tensor, 0)
+        if self.offload == "auto" and tensor.is_cuda:
+            moving = memory_in_use(tensor.device) >= _PLENTY if self.moving is None else self.moving
+            if not moving:
+                return Left(self, tensor, 0)
         if self.offload is not True and not is_accelerator(tensor.device):
             return self._account(Left(self, tensor, n_bytes), n_bytes)
         if type(tensor) not in (torch.Tensor, torch.nn.Buffer) or tensor.is_conj() or tensor.is_neg():

@@ -37,6 +37,7 @@ class UnslothCallback(TrainerMetrics):
     Args:
         config, options: as for ``unsloth_plugins.apply``. Without any, a model that was prepared with
             ``prepare_model`` keeps the options given there.
+        quiet: no report at the start, no summary at the end.
         save_merged: a new folder, into which the merged model is written when training ends. What would prevent that is
             an error when training begins. The adapter is saved beside it, in ``NAME-adapter``.
         merged_dtype: "bf16", "fp16", "fp32", "mxfp4" or "nf4", see ``unsloth_plugins.core.export.merge``.
@@ -53,10 +54,11 @@ class UnslothCallback(TrainerMetrics):
         config: UnslothConfig | None = None,
         *,
         save_merged: str | Path | None = None,
+        quiet: bool = False,
         merged_dtype: str = "bf16",
         **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(quiet=quiet)
         self._merged_output = None if save_merged is None else Path(save_merged)
         self._merged_dtype = merged_dtype
         self._trained: dict[str, Any] = {}

@@ -15,6 +15,8 @@ __all__ = ["UnslothCallback", "UnslothDDPStrategy", "UnslothFSDPStrategy", "Unsl
 class UnslothMetrics(MetricsMixin, Callback):
     """The metrics alone; the strategies bring it along."""
 
+    _info = staticmethod(rank_zero_info)
+
 
 class UnslothCallback(CallbackMixin, Callback):
     """``Trainer(callbacks=[UnslothCallback()])``, for those who keep their strategy.
@@ -23,7 +25,7 @@ class UnslothCallback(CallbackMixin, Callback):
 
     Args:
         config, options: as for ``unsloth_plugins.apply``.
-        quiet: no report at the start.
+        quiet: no report at the start, no summary at the end.
 
     Attributes:
         applied: what was done to each model.
@@ -41,7 +43,7 @@ class UnslothStrategy(StrategyMixin, DDPStrategy):
     Args:
         config, options: as for ``unsloth_plugins.apply``; beyond those, keyword arguments of Lightning's
             ``DDPStrategy`` and torch's ``DistributedDataParallel``.
-        quiet: no report at the start.
+        quiet: no report at the start, no summary at the end.
 
     Attributes:
         applied: what was done to each model, once the trainer runs.

@@ -88,7 +88,7 @@ class StrategyMixin(_Base):
         if trainer.state.fn == "fit":
             self._note_trained()
             self._metrics = self.metrics_class()
-            self._metrics.applied = self.applied
+            self._metrics.applied, self._metrics.quiet = self.applied, self.quiet
             trainer.callbacks.insert(0, self._metrics)  # ahead of the progress bar, which shows what is logged
 
     def model_to_device(self) -> None:

@@ -1,4 +1,4 @@
-"""Compile the kernels of the experts, MXFP4, the loss and decoding; run as a script, in a process without the interpreter.
+"""Compile all kernels but those over blocks of attention; run as a script, in a process without the interpreter.
 
 Arguments: compute capability and dtype. Prints one JSON object a kernel: shared memory of a program and spilled bytes.
 """

@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_same_loss_and_gradients_as_stock(make) -> None:  # type: ignore[no-untyped-def]
     ref = make().cuda()
     ours = copy.deepcopy(ref)
-    applied = apply(ours, attention="triton", gradient_checkpointing=True, offload=True, offload_min_bytes=0)
+    applied = apply(
+        ours, attention="triton", gradient_checkpointing=True, memory_policy="offload_all", offload_min_bytes=0
+    )
     assert "triton sink attention (float32 on CUDA)" in applied.report()
     batch = {name: tensor.cuda() for name, tensor in batch_of(2, 33).items()}
     want, got = loss_and_grads(ref, **batch), loss_and_grads(ours, **batch)

@@ -255,7 +255,7 @@ def test_another_trainer_with_other_options_after_mixed_precision(tmp_path: Path
     """accelerate leaves its autocast wrapper around the patched forward, and undo leaves it to accelerate."""
     model = lora(tiny_llama())
     run(model, tmp_path, True, bf16=True)
-    callback = UnslothCallback(offload=False, loss_chunk_mib=8)
+    callback = UnslothCallback(memory_policy="on_device", loss_chunk_mib=8)
     trainer = Trainer(model, arguments(tmp_path), train_dataset=Rows([24] * 8), callbacks=[callback])
     trainer.train()
     assert len(curve(trainer)) == 3 and "chunked cross entropy, 8 MiB" in callback.applied.report()

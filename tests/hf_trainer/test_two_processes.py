@@ -47,6 +47,8 @@ def test_case_2_ranks_agree_and_gradients_are_the_mean(
     kind, wanted = alone
     done = run(LAUNCH + SHARDING[mode], mode, 1, kind, tmp_path)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("unsloth-plugins on GptOss") == done.stdout.count("unsloth-plugins: ") == 1
+    assert done.stderr.count("LoRA r=4 added") == 1  # the first process speaks
     first, second = results(tmp_path, 2)
     assert len(wanted["trained"]) == 4 * (2 + 2) * 2 + (kind == "head")
     assert first["trained"].keys() == second["trained"].keys() == wanted["trained"].keys()

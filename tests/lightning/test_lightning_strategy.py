@@ -34,10 +34,27 @@ def test_the_name_alone_is_enough_and_gives_the_same_curve(make, tmp_path: Path)
     assert ours == pytest.approx(stock, abs=2e-5) and len(ours) == 3
 
 
-@pytest.mark.parametrize(("precision", "rel"), [("bf16-mixed", 5e-3), ("bf16-true", 2e-2), ("64-true", 1e-6)])
+PRECISIONS = [("32-true", 1e-5), ("bf16-mixed", 5e-3), ("bf16-true", 2e-2), ("64-true", 1e-6)]
+
+
+@pytest.mark.parametrize(("precision", "rel"), PRECISIONS)
 def test_precisions(precision: str, rel: float, tmp_path: Path) -> None:
     stock, ours = (curve(lambda: lora(tiny_llama()), tmp_path, s, precision=precision) for s in ("auto", "unsloth"))
     assert ours == pytest.approx(stock, rel=rel)
+
+
+def test_mixed_float16_on_a_cpu_is_lightnings_bfloat16(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="bf16-mixed"):
+        trainer = trainer_of(pl, tmp_path, strategy="unsloth", precision="16-mixed")
+    assert trainer.precision == "bf16-mixed"
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_accumulation_and_clipping_agree_with_stock(algorithm: str, tmp_path: Path) -> None:
+    limit = 0.05 if algorithm == "norm" else 0.001
+    options = dict(accumulate_grad_batches=2, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
+    stock, ours = (curve(lambda: lora(tiny_gpt_oss()), tmp_path, s, **options) for s in ("auto", "unsloth"))
+    assert ours == pytest.approx(stock, abs=2e-5) and len(ours) == 6
 
 
 def test_float16_weights_are_refused_when_the_trainer_is_built(tmp_path: Path) -> None:
@@ -170,6 +187,8 @@ def test_report_at_the_start_and_quiet(tmp_path: Path, caplog: pytest.LogCapture
             trainer_of(pl, tmp_path, strategy=strategy).fit(module_of(pl, tiny_llama), batches())
         lines = [r for r in caplog.records if "rank_zero" in r.name and "unsloth-plugins on Llama" in r.getMessage()]
         assert len(lines) == reports
+        ends = [r for r in caplog.records if "144 tokens in" in r.getMessage() and "tokens/s" in r.getMessage()]
+        assert len(ends) == reports
 
 
 def test_a_shuffling_sampler_stays_with_one_process(tmp_path: Path) -> None:
@@ -179,11 +198,13 @@ def test_a_shuffling_sampler_stays_with_one_process(tmp_path: Path) -> None:
     assert trainer.world_size == 1 and not torch.distributed.is_initialized()
 
 
-def test_validate_and_predict_agree_with_stock(tmp_path: Path) -> None:
+def test_validate_test_and_predict_agree_with_stock(tmp_path: Path) -> None:
     results = []
     for strategy in ("auto", "unsloth"):
         trainer, module = trainer_of(pl, tmp_path, strategy=strategy), module_of(pl, tiny_gpt_oss)
         (metrics,) = trainer.validate(module, batches(2), verbose=False)
+        (tested,) = trainer.test(module, batches(2), verbose=False)
+        assert tested["test_loss"] == metrics["val_loss"]
         results.append((metrics["val_loss"], trainer.predict(module, batches(2))))
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
