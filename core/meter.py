@@ -64,7 +64,7 @@ class Meter:
         """One line for the end of a run, over everything measured since the meter was made."""
         self.read()
         speed = self._all_tokens / max(self._all_seconds, 1e-9)
-        parts = [f"{self._all_tokens:,} tokens in {self._all_seconds:,.1f} s of training", f"{speed:,.0f} tokens/s"]
+        parts = [f"{self._all_tokens:,} tokens in {self._all_seconds:,.2f} s of training", f"{speed:,.0f} tokens/s"]
         if self.device.type != "cpu":
             parts.append(f"peak {self._most['peak_memory_gib']:.2f} GiB on {self.device}")
         parts.append(f"host {peak_process_gib():.2f} GiB, {self._most['host_gib']:.2f} of them activations")

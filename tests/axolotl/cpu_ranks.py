@@ -10,5 +10,5 @@ from axolotl.integrations.base import BasePlugin
 class CpuRanks(BasePlugin):
     """Every process loads the model onto the CPU."""
 
-    def pre_model_load(self, cfg: Any) -> None:
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
         cfg.device_map = None

@@ -127,7 +127,7 @@ def test_two_ranks_train_as_one_with_all_the_batches(
     options: dict[str, Any] = dict(micro_batch_size=1, optimizer="sgd", max_grad_norm=1e9, **start, **SAVE)
     one, two = tmp_path / "one", tmp_path / "two"
     axolotl("train", config(tmp_path, output_dir=str(one), gradient_accumulation_steps=2, **options), tmp_path)
-    launch = ("--launcher", "torchrun", "--", "--nproc-per-node=2", "--master-port=0")
+    launch = ("--launcher", "torchrun", "--", "--standalone", "--nproc-per-node=2")
     plugins = [PLUGIN, "cpu_ranks.CpuRanks"]
     printed = axolotl("train", config(tmp_path, output_dir=str(two), plugins=plugins, **options), tmp_path, *launch)
     assert losses(two) == pytest.approx(losses(one), abs=1e-5) and len(losses(two)) == 3
@@ -166,3 +166,16 @@ def test_qlora_with_bitsandbytes(tmp_path: Path) -> None:
     printed = axolotl("train", config(tmp_path, **options), tmp_path)
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "stock"), abs=2e-3)
     assert "chunked cross entropy" in printed
+
+
+def test_case_15_accumulation_weighs_tokens_not_batches(tmp_path: Path) -> None:
+    """The lines of text have different lengths."""
+    write_assets(tmp_path, tiny_gpt_oss())
+    options: dict[str, Any] = dict(optimizer="sgd", max_grad_norm=1e9, max_steps=2, save_strategy="steps", save_steps=2)
+    options["lora_model_dir"] = write_adapter(tmp_path, tiny_gpt_oss(), EXPERTS)
+    for batch, accumulate in ((4, 1), (1, 4)):
+        sizes = dict(micro_batch_size=batch, gradient_accumulation_steps=accumulate)
+        axolotl("train", config(tmp_path, output_dir=str(tmp_path / str(batch)), **sizes, **options), tmp_path)
+    assert losses(tmp_path / "4") == pytest.approx(losses(tmp_path / "1"), abs=1e-5)
+    both = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("4", "1")]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-6)
