@@ -76,7 +76,7 @@ def test_case_21_50_steps_with_late_copies_are_bit_equal_to_plain_checkpointing(
 
 def test_host_bytes_are_those_stored_and_the_device_holds_about_two_layers() -> None:
     torch.manual_seed(0)
-    blocks = [torch.nn.Linear(1024, 1024, bias=False, device="cuda") for _ in range(16)]
+    blocks = [torch.nn.Linear(1024, 1024, bias=False, device="cuda").requires_grad_(False) for _ in range(16)]
     store = HostStore(True, min_bytes=0)
     x = torch.randn(16384, 1024, device="cuda", requires_grad=True)
     one = x.numel() * 4
