@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import attention, layers, step
+from benchmarks import attention, layers, loss, step
 
 
 def main() -> int:
@@ -15,6 +15,7 @@ def main() -> int:
     about = {
         "step": (step, "one training step of gpt-oss or Mistral-7B"),
         "attention": (attention, "attention kernels"),
+        "loss": (loss, "the loss head"),
         "layers": (layers, "norms, rotary embedding and gated activations"),
     }
     for name, (module, summary) in about.items():
