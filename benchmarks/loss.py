@@ -1,4 +1,4 @@
-"""The loss head from hidden states to their gradient, bf16, frozen head: ours, torch's own, Liger and cut-cross-entropy.
+"""The loss head, hidden states to their gradient, bf16, frozen head: ours, torch's own, Liger and cut-cross-entropy.
 
     python -m benchmarks loss --tokens 8192,32768 --vocab 128256,201088 --json FILE    (needs a CUDA device)
 
