@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import adapters, attention, layers, merge, offload, step
+from benchmarks import adapters, attention, layers, loss, merge, offload, step
 
 
 def main() -> int:
@@ -18,6 +18,7 @@ def main() -> int:
         "merge": (merge, "merging LoRA into gpt-oss"),
         "adapters": (adapters, "the same steps in each trainer"),
         "offload": (offload, "offloaded checkpointing beside plain checkpointing"),
+        "loss": (loss, "the loss head"),
         "layers": (layers, "norms, rotary embedding and gated activations"),
     }
     for name, (module, summary) in about.items():

@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, choices=range(1, 100), default=3, metavar="N")
     parser.add_argument("--checkpoint", type=Path, help="keep the random weights here, and use them if they are there")
     parser.add_argument("--peer-path", help="PYTHONPATH of the Unsloth peers, where they are not installed")
+    parser.add_argument("--path", help="more PYTHONPATH for ours: flash-attn-4, where it is not installed")
     parser.add_argument("--commit", help="shown in the rows (default: git's)")
     parser.add_argument("--json", type=Path, help="write the rows here")
 
@@ -56,12 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Worker:
     """A child process that holds one implementation."""
 
-    def __init__(self, impl: str, options: dict[str, Any], peer_path: str | None, log: Path) -> None:
+    def __init__(self, impl: str, options: dict[str, Any], path: str | None, log: Path) -> None:
         self.impl = impl
         environment = dict(os.environ, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", UNSLOTH_DISABLE_STATISTICS="1")
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        if impl.startswith("unsloth") and peer_path:
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (peer_path, environment.get("PYTHONPATH"))))
+        if path:
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (path, environment.get("PYTHONPATH"))))
         self._log = log.open("w")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.worker", json.dumps(options | {"impl": impl})],
@@ -131,7 +132,7 @@ def _measure(
 
 def _about(worker: Worker, options: argparse.Namespace) -> dict[str, Any]:
     """What a row says about its implementation."""
-    ours = worker.impl == "ours"
+    ours = worker.impl.startswith("ours")
     return {
         "impl": worker.impl,
         "weights": "bf16"
@@ -204,7 +205,8 @@ def run(options: argparse.Namespace) -> int:
         for phase in phases:
             workers = []
             for name in phase:
-                worker = Worker(name, settings, options.peer_path, logs / f"{name}.log")
+                path = {"ours": options.path, "unsloth": options.peer_path}.get(name.split("_")[0])
+                worker = Worker(name, settings, path, logs / f"{name}.log")
                 if "error" in worker.about:
                     out.append(head | {"impl": name, "ctx": None} | worker.about)
                     print(name, worker.about["error"], flush=True)

@@ -44,7 +44,8 @@ def _ours(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     load = _memory() | {"load_s": round(time.perf_counter() - started, 1)}
     model = get_peft_model(base, LoraConfig(r=options["rank"], lora_alpha=options["rank"], target_modules=TARGETS))
     _checkpointed(model)
-    applied = unsloth_plugins.apply(model, **POLICIES[options["policy"]])
+    attention = {"attention": "triton"} if options["impl"] == "ours_triton" else {}
+    applied = unsloth_plugins.apply(model, **POLICIES[options["policy"]], **attention)
     print(applied.report(), file=sys.stderr, flush=True)
     _deterministic_adapters(model)
     backend = next((row.detail for row in applied.rows if row.feature == "attention"), "")
@@ -99,7 +100,13 @@ def _unsloth(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return model, {"backend": "its own"}
 
 
-BUILDERS = {"ours": _ours, "transformers": _transformers, "unsloth": _unsloth, "unsloth_tiled": _unsloth}
+BUILDERS = {
+    "ours": _ours,
+    "ours_triton": _ours,
+    "transformers": _transformers,
+    "unsloth": _unsloth,
+    "unsloth_tiled": _unsloth,
+}
 
 
 def _dequantised(path: str, device_map: Any) -> Any:

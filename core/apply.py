@@ -26,7 +26,7 @@ from unsloth_plugins.core.models.adapters import (
 from unsloth_plugins.core.models.attention import ConfigSwap, attention_backend, patch_attention, why_not
 from unsloth_plugins.core.models.binding import ModelParts, is_layer
 from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
-from unsloth_plugins.core.models.experts import PackedExperts, patch_experts
+from unsloth_plugins.core.models.experts import PackedExperts, holding_bytes, patch_experts
 from unsloth_plugins.core.models.layers import patch_layers
 from unsloth_plugins.core.models.lora import keep_unpacked, patch_lora
 from unsloth_plugins.core.offload.budget import MemoryBudget
@@ -235,6 +235,11 @@ class Applied:
         for layer in layers:
             assert layer.mlp is not None and layer.router is not None and layer.experts is not None
             patch_experts(layer.mlp, layer.router, layer.experts, self._patches, choice)
+        if self.budget is not None and resolved == "grouped_mm" and len(layers) == len(self.parts.layers):
+            self.budget.holding_bytes = max(
+                holding_bytes(layer.experts, layer.router.top_k)  # type: ignore[arg-type,union-attr]
+                for layer in layers
+            )
         kind = "packed MXFP4" if isinstance(layers[0].experts, PackedExperts) else "dense"
         self._note("experts", "on", f"{kind}, {resolved} ({why}), routing in float32, {len(layers)} layers")
 

@@ -18,6 +18,7 @@ from unsloth_plugins.core.experts.op import resolve_implementation
 from unsloth_plugins.core.models.adapters import expert_adapters, linear_names_for_peft
 from unsloth_plugins.core.mxfp4.codec import BLOCK, BYTES
 from unsloth_plugins.core.mxfp4.weight import LogicalParameter, PackedWeight
+from unsloth_plugins.core.offload.tail import holds
 from unsloth_plugins.core.patches import PatchSet
 
 _CHOICE = "_unsloth_experts"
@@ -55,6 +56,7 @@ def run_experts(
             gate_up_lora=gate_up_lora,
             down_lora=down_lora,
             implementation=implementation,
+            hold=holds(),
         )
     return out_NH.to(hidden.dtype).view_as(hidden)
 
@@ -95,6 +97,11 @@ def _mlp_forward(self: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, t
     else:
         out_NH = base(flat_NH, index_NK, weight_NK)
     return out_NH.view_as(hidden), weight_NK
+
+
+def holding_bytes(layer_experts: nn.Module, top_k: int) -> int:
+    """What ``hold`` of ``core.experts`` takes for one token, in 16 bits."""
+    return 2 * top_k * layer_experts.gate_up_proj_bias.shape[1]  # type: ignore[union-attr]
 
 
 class PackedExperts(nn.Module):

@@ -38,12 +38,13 @@ class MemoryBudget:
     Attributes:
         plan: in force; ``None`` until a step was measured.
         layers: number of layers that ask.
+        holding_bytes: a token, that each layer's experts can hold for backward.
     """
 
     def __init__(self, memory: DeviceMemory | None = None) -> None:
         self.memory = memory or DeviceMemory()
         self.plan: Plan | None = None
-        self.layers = 0
+        self.layers = self.holding_bytes = 0
         self._device = torch.device("cpu")
         self._tokens = self._most_tokens = 0
         self._seen: dict[int, _Layer] = {}
@@ -64,11 +65,15 @@ class MemoryBudget:
         self._tokens = tokens
         self.plan = self._choose(now)
         if self.plan is not None:
-            self._extra += self.plan.kept_bytes + self.plan.input_bytes
+            self._extra += self.plan.kept_bytes + self.plan.input_bytes + self.plan.holding_bytes
 
     def keeps(self, index: int) -> bool:
         """Whether a layer runs without a checkpoint in this forward."""
         return self.plan is not None and index >= self.plan.first_kept
+
+    def holds(self, index: int) -> bool:
+        """Whether a layer's experts keep in this forward what they would compute again in backward."""
+        return self.plan is not None and index >= self.plan.first_holding
 
     def wants_measure(self, index: int) -> bool:
         """Whether a recompute of the layer is to be measured."""
@@ -104,7 +109,9 @@ class MemoryBudget:
             return "all layers checkpointed until a step was measured"
         where = "on the host" if self.plan.inputs_on_host else "on the device"
         kept = self.layers - self.plan.first_kept
-        return f"{kept} of {self.layers} layers not checkpointed at {self._tokens} tokens, other inputs {where}"
+        text = f"{kept} of {self.layers} layers not checkpointed at {self._tokens} tokens, other inputs {where}"
+        held = max(self.layers - self.plan.first_holding, 0)
+        return text + (f", experts of {held} keep their first projection" if held else "")
 
     def _choose(self, now: int) -> Plan | None:
         if not self._need or len(self._seen) < self.layers:
@@ -115,7 +122,8 @@ class MemoryBudget:
         layers = [self._seen[index] for index in sorted(self._seen)]
         kept = [_scaled(each.kept_bytes, self._tokens, each.tokens) for each in layers]
         inputs = [_scaled(each.input_bytes, self._tokens, each.tokens) for each in layers]
-        plan = choose(int(free / left), kept, inputs, self.plan)
+        holding = [self.holding_bytes * self._tokens] * len(layers) if self.holding_bytes else []
+        plan = choose(int(free / left), kept, inputs, self.plan, holding)
         if self.plan is None or plan.first_kept != self.plan.first_kept:
             logger.debug("%d of %d layers not checkpointed", self.layers - plan.first_kept, self.layers)
         return plan

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.offload.budget import MemoryBudget
 from unsloth_plugins.core.offload.host import HostStore
+from unsloth_plugins.core.offload.tail import holding
 
 _KEYWORDS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
@@ -93,7 +94,8 @@ class LayerCheckpoint:
         if budget is None:
             return offload_checkpoint(function, *args, store=self.store, **self.keywords, **kwargs)
         if budget.keeps(self.index):
-            out = function(*args, **{name: value for name, value in kwargs.items() if name not in _KEYWORDS})
+            with holding(budget.holds(self.index)):
+                out = function(*args, **{name: value for name, value in kwargs.items() if name not in _KEYWORDS})
         else:
             if budget.wants_measure(self.index):
                 function = self._measuring(function, args)

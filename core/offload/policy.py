@@ -8,7 +8,7 @@ host costs next to no time, so inputs move there wherever that lets one more lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,25 @@ class Plan:
         inputs_on_host: whether the inputs of the checkpointed ones leave the device.
         kept_bytes: what the layers not checkpointed hold on the device.
         input_bytes: what the inputs of the checkpointed ones hold on the device.
+        first_holding: index of the first layer whose experts keep what they would compute again in backward.
+        holding_bytes: what those hold.
     """
 
     first_kept: int
     inputs_on_host: bool
     kept_bytes: int = 0
     input_bytes: int = 0
+    first_holding: int = 1 << 30
+    holding_bytes: int = 0
 
 
-def choose(free_bytes: int, kept_bytes: Sequence[int], input_bytes: Sequence[int], before: Plan | None = None) -> Plan:
+def choose(
+    free_bytes: int,
+    kept_bytes: Sequence[int],
+    input_bytes: Sequence[int],
+    before: Plan | None = None,
+    holding_bytes: Sequence[int] = (),
+) -> Plan:
     """The fastest plan that fits.
 
     Args:
@@ -36,7 +46,20 @@ def choose(free_bytes: int, kept_bytes: Sequence[int], input_bytes: Sequence[int
         kept_bytes: by layer, what it holds when it is not checkpointed, its input included.
         input_bytes: by layer, what its input takes.
         before: the plan in force; it stays while it fits, unless two layers more could be kept.
+        holding_bytes: by layer, what its experts would hold besides, which pays less a byte: only from what is left.
     """
+    plan = _choose(free_bytes, kept_bytes, input_bytes, before)
+    if not holding_bytes:
+        return plan
+    left = free_bytes - plan.kept_bytes - plan.input_bytes
+    first = len(holding_bytes)
+    while first > plan.first_kept and sum(holding_bytes[first - 1 :]) <= left:
+        first -= 1
+    return replace(plan, first_holding=first, holding_bytes=sum(holding_bytes[first:]))
+
+
+def _choose(free_bytes: int, kept_bytes: Sequence[int], input_bytes: Sequence[int], before: Plan | None) -> Plan:
+    """``choose`` without what experts hold."""
     plans = [_most(free_bytes, kept_bytes, input_bytes, on_host) for on_host in (False, True)]
     best = min((plan for plan in plans if plan is not None), key=lambda plan: plan.first_kept)  # the first on a tie
     if before is not None and best.first_kept < before.first_kept <= best.first_kept + 1:

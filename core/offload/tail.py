@@ -10,9 +10,29 @@ Source: ``torch.utils.checkpoint`` with ``early_stop`` (non-reentrant checkpoint
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+_HOLDS: ContextVar[bool] = ContextVar("holds", default=False)
+
+
+@contextlib.contextmanager
+def holding(value: bool) -> Iterator[None]:
+    """Inside, tails outside of any checkpoint may keep what they would otherwise compute again in backward."""
+    before = _HOLDS.set(value)
+    try:
+        yield
+    finally:
+        _HOLDS.reset(before)
+
+
+def holds() -> bool:
+    """Whether memory was found for what a tail could keep."""
+    return _HOLDS.get()
 
 
 class Kept:

@@ -63,7 +63,7 @@ def compare(op: Op, inputs: dict[str, torch.Tensor], dtype: torch.dtype, device:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", ["cast_first", "cast_last", "one_plus"])
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 129), (130, 16)])
+@pytest.mark.parametrize("shape", [(1, 3), (2, 3, 129), (130, 16)])  # of one column the gradient of x is only rounding
 def test_rms_norm(device: str, dtype: torch.dtype, rule: str, shape: tuple[int, ...]) -> None:
     draw = torch.Generator().manual_seed(1)
     inputs = {"x": torch.randn(shape, generator=draw) * 3, "weight": torch.randn(shape[-1], generator=draw)}

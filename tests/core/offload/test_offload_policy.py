@@ -47,6 +47,13 @@ def test_a_plan_that_fits_stays_until_two_more_layers_would(free: int, before: i
     assert choose(free, [20] * 4, [0] * 4, Plan(before, False)).first_kept == first_kept
 
 
+@pytest.mark.parametrize(("free", "first_kept", "first_holding"), [(79, 1, 3), (80, 0, 4), (93, 0, 3), (120, 0, 0)])
+def test_experts_hold_what_is_left_from_the_last_layer_on(free: int, first_kept: int, first_holding: int) -> None:
+    plan = choose(free, [20] * 4, [0] * 4, None, [10] * 4)
+    assert (plan.first_kept, plan.first_holding) == (first_kept, first_holding)
+    assert plan.kept_bytes + plan.holding_bytes <= free and plan.holding_bytes == 10 * (4 - first_holding)
+
+
 class FakeMemory:
     """A device with ``room`` bytes beside what a step needs."""
 

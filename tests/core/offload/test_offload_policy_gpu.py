@@ -32,16 +32,19 @@ def peak(model: Any, batch: dict[str, torch.Tensor]) -> int:
 
 def test_auto_keeps_what_fits_under_the_cap_and_changes_no_gradient() -> None:
     model, batch = llama(), {name: each.cuda() for name, each in batch_of(1, 8192).items()}
-    applied = apply(model, gradient_checkpointing=True, memory_policy="offload_all", offload_min_bytes=0)
+    # attention="triton": torch's own in float32 adds up its gradients in any order
+    shared: dict[str, Any] = dict(attention="triton", gradient_checkpointing=True, offload_min_bytes=0)
+    applied = apply(model, memory_policy="offload_all", **shared)
     want = loss_and_grads(model, **batch)
     least = peak(model, batch)
-    applied.undo()
+    applied = apply(model, memory_policy="on_device", attention="triton", gradient_checkpointing=False)
     most = peak(model, batch)
+    applied.undo()
     assert most > 1.5 * least
     total = torch.cuda.get_device_properties(0).total_memory
     kept = []
     for share in (0.3, 0.6, 1.2):
-        applied = apply(model, gradient_checkpointing=True, offload_min_bytes=0)
+        applied = apply(model, **shared)
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -65,7 +68,7 @@ def test_mixed_lengths_stay_under_the_cap() -> None:
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.reset_peak_memory_stats()
-    torch.cuda.set_per_process_memory_fraction(3 * 2**30 / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 3 * 2**30) / total)
     try:
         for length in (1024, 2048, 4096, 8192, 1024, 16384, 8192, 512, 16384, 4096) * 2:
             loss_and_grads(model, **{name: each.cuda() for name, each in batch_of(1, length).items()})
@@ -82,4 +85,5 @@ def test_mamba_by_name_has_equal_gradients_and_a_lower_peak() -> None:
     checkpoint_modules(ours, r"backbone\.layers\.\d+", HostStore(True, min_bytes=0))
     want, got = loss_and_grads(ref, **batch), loss_and_grads(ours, **batch)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    assert peak(ours, batch) < 0.8 * peak(ref, batch)
+    there = torch.cuda.memory_allocated()
+    assert peak(ours, batch) - there < 0.8 * (peak(ref, batch) - there)
