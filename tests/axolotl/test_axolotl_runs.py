@@ -147,7 +147,7 @@ def test_qlora_with_bitsandbytes(tmp_path: Path) -> None:
 
 
 def test_case_15_accumulation_is_that_of_axolotl_alone(tmp_path: Path) -> None:
-    """Lines of different lengths. Axolotl alone does not give the same for 1 x 4 and 4 x 1 rows; we add nothing to it."""
+    """Axolotl alone does not give the same for 1 x 4 and 4 x 1 rows of different lengths; we add nothing to it."""
     write_assets(tmp_path, tiny_llama())
     options: dict[str, Any] = dict(gradient_accumulation_steps=4, micro_batch_size=1, optimizer="sgd", **SAVE)
     options["lora_model_dir"] = write_adapter(tmp_path, tiny_llama(), ["q_proj", "v_proj"])
