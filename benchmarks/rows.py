@@ -16,8 +16,13 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "unsloth"
 
 def versions() -> dict[str, str]:
     """Of Python and of what is installed of ``PACKAGES`` in this process."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    return {"python": platform.python_version()} | versions_of(*PACKAGES)
+
+
+def versions_of(*packages: str) -> dict[str, str]:
+    """Those of ``packages`` that are installed."""
+    found = {}
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -20,8 +20,9 @@ MARK = "@row "
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 POLICIES: dict[str, dict[str, Any]] = {
     "auto": {},
-    "min_memory": {"offload": True, "loss_chunk_mib": 64},
-    "offload_all": {"offload": True, "offload_min_bytes": 0},
+    "min_memory": {"memory_policy": "min_memory"},
+    "offload_all": {"memory_policy": "offload_all", "offload_min_bytes": 0},
+    "on_device": {"memory_policy": "on_device"},
 }
 
 

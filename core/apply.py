@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
@@ -25,12 +24,13 @@ from unsloth_plugins.core.models.adapters import (
     missing_adapters,
 )
 from unsloth_plugins.core.models.attention import ConfigSwap, attention_backend, patch_attention, why_not
-from unsloth_plugins.core.models.binding import ModelParts
+from unsloth_plugins.core.models.binding import ModelParts, is_layer
 from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
 from unsloth_plugins.core.models.experts import PackedExperts, patch_experts
 from unsloth_plugins.core.models.layers import patch_layers
 from unsloth_plugins.core.models.lora import keep_unpacked, patch_lora
-from unsloth_plugins.core.offload.checkpoint import offload_checkpoint
+from unsloth_plugins.core.offload.budget import MemoryBudget
+from unsloth_plugins.core.offload.checkpoint import LayerCheckpoint
 from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.patches import PatchSet
 
@@ -48,14 +48,13 @@ class Row:
     detail: str
 
 
-class OffloadedCheckpoint:
-    """What stands in for a layer's ``_gradient_checkpointing_func``; keeps the user's checkpointing keywords."""
-
-    def __init__(self, store: HostStore, keywords: dict[str, Any]) -> None:
-        self.store, self.keywords = store, keywords
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return offload_checkpoint(function, *args, store=self.store, **self.keywords, **kwargs)
+_INPUTS = {
+    "auto": "inputs of the layers on the device while there is memory, then on the host",
+    "min_memory": "inputs of the layers wait in host memory, one at a time on its way",
+    "offload_all": "inputs of the layers wait in host memory",
+    "on_device": "inputs of the layers stay on the device",
+}
+_MIN_MEMORY_LOSS_MIB = 64
 
 
 class Applied:
@@ -67,13 +66,15 @@ class Applied:
         parts: what was recognised.
         rows: the report as data.
         store: where checkpointed activations wait; has the host byte counts.
+        budget: under ``memory_policy="auto"``, what chooses the layers that are not checkpointed.
         tokens_seen: tokens (padding included) that went through the decoder in training mode.
     """
 
     def __init__(self, model: nn.Module, config: UnslothConfig, parts: ModelParts) -> None:
         self.model, self.config, self.parts = model, config, parts
         self.rows: list[Row] = []
-        self.store = HostStore(config.offload, config.offload_min_bytes)
+        self.store = HostStore.for_policy(config.memory_policy, config.offload_min_bytes, config.host_memory_gib)
+        self.budget = MemoryBudget() if config.memory_policy == "auto" else None
         self.tokens_seen = 0
         self._patches = PatchSet()
         self._checkpoint_patches = PatchSet()
@@ -115,35 +116,43 @@ class Applied:
         if self.config.gradient_checkpointing is False:
             self._note("gradient checkpointing", "left alone", "switched off in the config")
             return
-        ours = foreign = 0
+        ours = foreign = layers = 0
         for module in _checkpointed_modules(self.parts.causal_lm):
             current = getattr(module, "_gradient_checkpointing_func", None)
-            if isinstance(current, OffloadedCheckpoint):
-                ours += 1
-                continue
             keywords = _torch_checkpoint_keywords(current)
-            if keywords is None:
+            if keywords is None and not isinstance(current, LayerCheckpoint):
                 foreign += 1
                 continue
-            self._checkpoint_patches.set(
-                module, "_gradient_checkpointing_func", OffloadedCheckpoint(self.store, keywords)
-            )
             ours += 1
-        where = {
-            False: "stay on the device",
-            True: "wait in host memory",
-            "auto": "wait in host memory when the device's is half full",
-        }[self.config.offload]
+            if keywords is not None:
+                budget = self.budget if is_layer(module) else None
+                stand_in = LayerCheckpoint(self.store, keywords, budget, layers)
+                self._checkpoint_patches.set(module, "_gradient_checkpointing_func", stand_in)
+            layers += is_layer(module)
+        self.store.layers = layers
+        if self.budget is not None:
+            self.budget.layers = layers
         if foreign:
             self._note("gradient checkpointing", "left alone", "the trainer brought a checkpoint function of its own")
         elif ours:
-            self._note("gradient checkpointing", "on", f"non-reentrant; inputs of the layers {where}")
+            chosen = f"; {self.budget.describe()}" if self.budget is not None and self.budget.plan is not None else ""
+            detail = f"non-reentrant; {_INPUTS[self.config.memory_policy]}{chosen}"
+            self._note("gradient checkpointing", "on", detail + self._copies())
         else:
             self._note(
                 "gradient checkpointing",
                 "left alone",
                 "off so far; follows the trainer, where gradient_checkpointing=True buys long context",
             )
+
+    def _copies(self) -> str:
+        sent = self.store.sent_bytes
+        if not sent:
+            return ""
+        high = self.store.mapped_bytes / 2**30
+        copies_ms, exposed_ms = self.store.copy_ms()
+        waited = f", copies took {copies_ms:.0f} ms, waited for {exposed_ms:.0f} ms" if copies_ms else ""
+        return f"; {sent / 2**30:.2f} GiB sent to the host so far, {high:.2f} GiB of host memory taken for it{waited}"
 
     def sync_lora(self) -> None:
         """Take over the LoRA layers that PEFT has made since; the decoder calls this when there is a new adapter."""
@@ -174,15 +183,19 @@ class Applied:
     def _before_decoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training:
             return
-        if torch.is_grad_enabled():
-            self.sync_checkpointing()
         if _adapter_names(self.parts.causal_lm) != self._adapters:
             self.sync_lora()
+        tokens, device = 0, torch.device("cpu")
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is not None:
-            self.tokens_seen += ids.numel()
+            tokens, device = ids.numel(), ids.device
         elif (embeds := kwargs.get("inputs_embeds")) is not None:
-            self.tokens_seen += embeds.shape[:-1].numel()
+            tokens, device = embeds.shape[:-1].numel(), embeds.device
+        self.tokens_seen += tokens
+        if torch.is_grad_enabled():
+            self.sync_checkpointing()
+            if self.budget is not None:
+                self.budget.begin(device, tokens)
 
     def _apply_attention(self) -> None:
         choice = self.config.attention
@@ -199,7 +212,7 @@ class Applied:
                 )
             self._note("attention", "left alone", reason)
             if self.parts.has_sinks:
-                logger.warning("Attention with sinks is left alone: %s. Packed documents may see each other.", reason)
+                _warn("Attention with sinks is left alone: %s. Packed documents may see each other.", reason)
             return
         backend, why = attention_backend(self.parts, choice)
         self._configs = patch_attention(self.parts, self._patches, choice)
@@ -267,11 +280,11 @@ class Applied:
         added = add_missing_adapters(self.parts)
         if added is not None:
             self._note("adapters", "on", added)
-            logger.warning("%s", added)
+            _warn("%s", added)
         elif experts_left_out(self.parts) and not any(row.feature == "adapters" for row in self.rows):
             frozen = "LoRA is on every linear layer and on no expert; name gate_proj, up_proj, down_proj to train those"
             self._note("adapters", "left alone", frozen)
-            logger.warning("%s", frozen)
+            _warn("%s", frozen)
 
     def lacks_adapters(self) -> bool:
         """Whether an adapter asks for LoRA on experts that is not there."""
@@ -282,9 +295,12 @@ class Applied:
             self._note("loss", "left alone", "switched off in the config")
             return
         explicit = self.config.loss == "chunked"
-        reason = patch_loss(self.parts.causal_lm, self._patches, self.config.loss_chunk_mib, explicit=explicit)
+        chunk_mib = self.config.loss_chunk_mib
+        if self.config.memory_policy == "min_memory":
+            chunk_mib = min(chunk_mib, _MIN_MEMORY_LOSS_MIB)
+        reason = patch_loss(self.parts.causal_lm, self._patches, chunk_mib, explicit=explicit)
         if reason is None:
-            self._note("loss", "on", f"chunked cross entropy, {self.config.loss_chunk_mib} MiB of logits at a time")
+            self._note("loss", "on", f"chunked cross entropy, {chunk_mib} MiB of logits at a time")
         elif self.config.loss == "chunked":
             raise UnsupportedError(
                 expected="a causal LM with transformers' loss, for loss='chunked'",
@@ -329,6 +345,12 @@ class Applied:
         self._hook = self.parts.decoder.register_forward_pre_hook(
             MethodType(Applied._before_decoder, self), with_kwargs=True
         )
+
+
+def _warn(message: str, *values: object) -> None:
+    """Once for all processes of a run: they do the same things."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        logger.warning(message, *values)
 
 
 def _adapter_names(causal_lm: nn.Module) -> tuple[str, ...]:

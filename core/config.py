@@ -16,7 +16,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "lora": ("auto", "fused", None),
     "loss": ("auto", "chunked", None),
     "gradient_checkpointing": ("auto", True, False),
-    "offload": ("auto", True, False),
+    "memory_policy": ("auto", "min_memory", "offload_all", "on_device"),
 }
 
 
@@ -55,9 +55,16 @@ class UnslothConfig:
     """``auto`` follows the model or the trainer (``gradient_checkpointing=True`` there); ``True`` switches it on,
     ``False`` leaves layers to whatever the trainer set up."""
 
-    offload: Literal["auto"] | bool = "auto"
-    """Keep checkpointed activations in host memory. ``auto`` does so on accelerators, on CUDA once half of the memory
-    that the process may have is in use; on the CPU they are there already."""
+    memory_policy: Literal["auto", "min_memory", "offload_all", "on_device"] = "auto"
+    """What layers with gradient checkpointing do. ``auto``: the fastest that fits; on CUDA as many layers as there is
+    memory for are not checkpointed after all, and the inputs of the others go to host memory where that makes room; on
+    other devices as ``on_device``, but for accelerators, whose inputs go to the host. ``offload_all``: every layer is
+    checkpointed, every input goes to the host. ``min_memory``: the same with the least held on the device at once, and
+    at most 64 MiB of logits in the loss. ``on_device``: plain checkpointing."""
+
+    host_memory_gib: float | None = None
+    """The most host memory for checkpointed activations, GiB; what needs more is an error before it is taken. ``None``
+    for no limit."""
 
     offload_min_bytes: int = 1 << 20
     """Activations smaller than this many bytes stay on the device."""
@@ -79,6 +86,14 @@ class UnslothConfig:
                     got=repr(value),
                     remedy="Leave it out for the default.",
                 )
+
+        limit = self.host_memory_gib
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or limit <= 0):
+            raise ConfigError(
+                expected="`host_memory_gib` to be a number > 0, or None",
+                got=repr(limit),
+                remedy="Leave it out for no limit.",
+            )
 
     @classmethod
     def from_options(cls, config: UnslothConfig | None = None, **options: Any) -> UnslothConfig:

@@ -38,6 +38,28 @@ def why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+class DeviceMemory:
+    """Bytes of a device, as this process sees them."""
+
+    def is_known(self, device: torch.device) -> bool:
+        """Whether the others can be asked: on CUDA."""
+        return device.type == "cuda"
+
+    def allowed(self, device: torch.device) -> int:
+        """What the process may have: under its cap, and not in use by another."""
+        free, total = torch.cuda.mem_get_info(device)
+        cap = total * torch.cuda.get_per_process_memory_fraction(device)
+        return int(min(cap, free + torch.cuda.memory_reserved(device)))
+
+    def allocated(self, device: torch.device) -> int:
+        """In tensors now."""
+        return torch.cuda.memory_allocated(device)
+
+    def peak(self, device: torch.device) -> int:
+        """The most that was in tensors since the counter was last reset."""
+        return torch.cuda.max_memory_allocated(device)
+
+
 def memory_in_use(device: torch.device) -> float:
     """The part of the CUDA memory this process may have that its tensors take now, 0 to 1."""
     allowed = torch.cuda.get_device_properties(device).total_memory * torch.cuda.get_per_process_memory_fraction(device)
@@ -48,6 +70,11 @@ def peak_memory_gib(device: torch.device) -> float:
     """High-water mark in GiB: the caching allocator's on CUDA, the process's resident set elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    return peak_process_gib()
+
+
+def peak_process_gib() -> float:
+    """High-water mark of the process's resident set, in GiB."""
     if sys.platform == "win32":
         import psutil
 

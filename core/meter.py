@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from unsloth_plugins.core.device import peak_memory_gib
+from unsloth_plugins.core.device import peak_memory_gib, peak_process_gib
 
 if TYPE_CHECKING:
     from unsloth_plugins.core.apply import Applied
@@ -28,6 +28,7 @@ class Meter:
     def __init__(self, applied: Sequence[Applied], device: torch.device) -> None:
         self.applied, self.device, self.seconds = tuple(applied), device, 0.0
         self._tokens, self._since = self._seen(), time.perf_counter()
+        self._all_tokens, self._all_seconds, self._most = 0, 0.0, {"peak_memory_gib": 0.0, "host_gib": 0.0}
         self._reset_peaks()
 
     def start(self) -> None:
@@ -53,9 +54,21 @@ class Meter:
             "peak_memory_gib": round(peak_memory_gib(self.device), 3),
             "host_gib": round(sum(each.store.peak_bytes for each in self.applied) / 2**30, 4),
         }
+        self._all_tokens, self._all_seconds = self._all_tokens + seen - self._tokens, self._all_seconds + self.seconds
+        self._most = {name: max(most, measured[name]) for name, most in self._most.items()}
         self.seconds, self._tokens = 0.0, seen
         self._reset_peaks()
         return measured
+
+    def summary(self) -> str:
+        """One line for the end of a run, over everything measured since the meter was made."""
+        self.read()
+        speed = self._all_tokens / max(self._all_seconds, 1e-9)
+        parts = [f"{self._all_tokens:,} tokens in {self._all_seconds:,.2f} s of training", f"{speed:,.0f} tokens/s"]
+        if self.device.type != "cpu":
+            parts.append(f"peak {self._most['peak_memory_gib']:.2f} GiB on {self.device}")
+        parts.append(f"host {peak_process_gib():.2f} GiB, {self._most['host_gib']:.2f} of them activations")
+        return f"unsloth-plugins: {'; '.join(parts)}"
 
     def _seen(self) -> int:
         return sum(each.tokens_seen for each in self.applied)

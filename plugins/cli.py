@@ -103,14 +103,16 @@ def merge(
     base: Annotated[str, typer.Argument(help="Folder or hub id of the model that the adapter was trained on.")],
     output: Annotated[Path, typer.Argument(help="Folder to write. It must not exist.")],
     adapter: AdapterOption = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, or mxfp4 (gpt-oss).")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, mxfp4 (gpt-oss), or nf4 (bitsandbytes).")] = "bf16",
     max_shard_gb: Annotated[float, typer.Option(help="Largest weight file in GB (10^9 bytes).")] = 4.0,
+    device: Annotated[str, typer.Option(help="Where the sums are computed: cpu or cuda.")] = "cpu",
     allow_other_base: OtherBase = False,
     as_json: Json = False,
 ) -> None:
     """Merge LoRA adapters into their base: safetensors that transformers and vLLM load.
 
-    Dequantises the base, adds in float32, rounds once. The folder appears when it is complete.
+    Dequantises the base, adds in float32, rounds once. The folder appears when it is complete; after a kill, the same
+    command goes on where it was.
 
     **Examples**
 
@@ -130,18 +132,22 @@ def merge(
             dtype=dtype,
             max_shard_bytes=int(max_shard_gb * 1e9),
             allow_other_base=allow_other_base,
+            device=device,
             progress=progress,
         )
     if as_json:
         _print_json(asdict(report))
         return
     if report.requantised:
-        table = Table("requantised tensor", "relative error", "error / change", title="Rounding to MXFP4")
+        table = Table("requantised tensor", "relative error", "error / change", title="Rounding to 4 bits")
         for name, error in report.requantised.items():
             over = "-" if error.error_over_change is None else f"{error.error_over_change:.3f}"
             table.add_row(name, f"{error.relative_error:.4f}", over)
         _err.print(table)
-    _finish(report.output, report.bytes_needed, report.notes, f"{len(report.merged)} tensors merged")
+    what = f"{len(report.merged)} tensors merged"
+    if report.resumed:
+        what += f"; {len(report.resumed)} of {len(report.files)} weight files were there from a run that was stopped"
+    _finish(report.output, report.bytes_needed, report.notes, what)
 
 
 @app.command()
@@ -150,8 +156,17 @@ def export(
     output: Annotated[Path, typer.Argument(help="GGUF file to write. It must not exist.")],
     adapter: AdapterOption = None,
     quant: Annotated[
-        str, typer.Option(help="f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, or mxfp4 (gpt-oss).")
-    ] = "bf16",
+        str | None,
+        typer.Option(
+            help="f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, or mxfp4 (gpt-oss). Default: bf16; f16 for an adapter."
+        ),
+    ] = None,
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Write the LoRA matrices alone, for llama.cpp's --lora.")
+    ] = False,
+    max_shard_gb: Annotated[
+        float | None, typer.Option(help="Cut into files of at most so many GB (10^9 bytes). Default: one file.")
+    ] = None,
     ollama: Annotated[bool, typer.Option("--ollama", help="Write a Modelfile for Ollama beside it.")] = False,
     allow_other_base: OtherBase = False,
     as_json: Json = False,
@@ -165,19 +180,23 @@ def export(
     `unsloth-plugins export merged model.gguf --quant q8_0 --ollama`
 
     `unsloth-plugins export openai/gpt-oss-20b model.gguf -a outputs/checkpoint-300 --quant mxfp4`
-    """
-    from unsloth_plugins.core.export import export_gguf
 
+    `unsloth-plugins export openai/gpt-oss-20b lora.gguf -a outputs/checkpoint-300 --adapter-only`
+    """
+    from unsloth_plugins.core.export import export_gguf, export_gguf_adapter
+
+    if adapter_only and (ollama or max_shard_gb is not None):
+        raise typer.BadParameter("--adapter-only goes without --ollama and --max-shard-gb.")
     with _errors(as_json), _bar(as_json) as progress:
-        report = export_gguf(
-            model,
-            output,
-            adapter=_adapters(adapter),
-            quant=quant,
-            ollama=ollama,
-            allow_other_base=allow_other_base,
-            progress=progress,
-        )
+        adapters = _adapters(adapter)
+        options: dict[str, Any] = dict(allow_other_base=allow_other_base, progress=progress)
+        if adapter_only:
+            report = export_gguf_adapter(model, adapters, output, quant=quant or "f16", **options)
+        else:
+            shard = None if max_shard_gb is None else int(max_shard_gb * 1e9)
+            report = export_gguf(
+                model, output, adapter=adapters, quant=quant or "bf16", max_shard_bytes=shard, ollama=ollama, **options
+            )
     if as_json:
         _print_json(asdict(report))
         return
@@ -194,6 +213,9 @@ def tokenizer(
     chat_template: Annotated[
         str | None, typer.Option(help="For a tokenizer without one: chatml, harmony, or the template's text.")
     ] = None,
+    add_tokens: Annotated[
+        bool, typer.Option("--add-tokens", help="With --chat-template chatml: add its tokens where they are missing.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what a repair would do, and write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -213,9 +235,11 @@ def tokenizer(
 
     if chat_template and not (repair or dry_run):
         raise typer.BadParameter("--chat-template needs --repair or --dry-run.")
+    if add_tokens and chat_template != "chatml":
+        raise typer.BadParameter("--add-tokens needs --chat-template chatml.")
     with _errors(as_json):
         if repair or dry_run:
-            report = repair_folder(model, repair, chat_template=chat_template, dry_run=dry_run)
+            report = repair_folder(model, repair, chat_template=chat_template, add_tokens=add_tokens, dry_run=dry_run)
             done, left = report.done, report.left
         else:
             done, left = [], check_folder(model)

@@ -5,10 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    DefaultFlowCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from unsloth_plugins.core import Applied, applied_to
 from unsloth_plugins.core.meter import Meter
+
+
+def report_first(trainer: Trainer) -> None:
+    """Let the measurements reach the trainer's reporting integrations (``report_to``) as well.
+
+    The trainer calls them in order, integrations ahead of the callbacks that it was given, and gives callbacks no
+    way to change that; so it is done from outside, once the trainer is built. A second time changes nothing.
+    """
+    callbacks: list[TrainerCallback] = trainer.callback_handler.callbacks
+    ours = [callback for callback in callbacks if isinstance(callback, TrainerMetrics)]
+    others = [callback for callback in callbacks if callback not in ours]
+    first = sum(isinstance(callback, DefaultFlowCallback) for callback in others[:1])  # it decides when to log
+    callbacks[:] = [*others[:first], *ours, *others[first:]]
 
 
 class TrainerMetrics(TrainerCallback):
@@ -16,14 +36,20 @@ class TrainerMetrics(TrainerCallback):
     ``peak_memory_gib`` (allocator on CUDA, process elsewhere) and ``host_gib`` (high-water mark of checkpointed
     activations in host memory since the last log).
 
-    They are in ``trainer.state.log_history`` and in what later callbacks (the printer, the progress bar) show; the
-    trainer's own reporting integrations run before.
+    They are in ``trainer.state.log_history`` and in what later callbacks (the printer, the progress bar) show. The
+    trainer's own reporting integrations come before callbacks that a user gives: see ``report_first``.
+
+    Prints, on the first process, what was done when training starts, and a line of measurements when it ends.
+
+    Args:
+        quiet: print neither.
 
     Attributes:
         applied: what was done to the model that trains; found on it, where nobody has set it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
         self.applied: Applied | None = None
         self._meter: Meter | None = None
 
@@ -35,6 +61,19 @@ class TrainerMetrics(TrainerCallback):
             self.applied = applied_to(kwargs["model"])
         if self.applied is not None:
             self._meter = Meter([self.applied], args.device)
+            self._say(state, self.applied.report())
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Sum up."""
+        if self._meter is not None:
+            self._say(state, self._meter.summary())
+            self._meter = None
+
+    def _say(self, state: TrainerState, text: str) -> None:
+        if state.is_world_process_zero and not self.quiet:
+            print(text, flush=True)
 
     def on_log(
         self,

@@ -51,6 +51,20 @@ def test_rows_of_step_agree_with_transformers(tmp_path: Path, routing: str) -> N
 
 
 @pytest.mark.slow
+def test_trainers_train_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks", "adapters", "--model", "tiny", "--optimizer", "adamw", "--ctx", "64"]
+    done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())
+    assert [row["impl"] for row in rows] == ["bare", "hf", "lightning"]
+    fields = FIELDS - {"grad_norm", "routing"}
+    assert all(fields <= row.keys() and row["tok_s"] > 0 and row["trainable_params"] > 0 for row in rows)
+    assert [row["loss"] for row in rows[1:]] == pytest.approx([rows[0]["loss"]] * 2, abs=1e-4)
+    assert "Apart by" in done.stdout
+
+
+@pytest.mark.slow
 def test_mistral_in_four_bits_agrees_with_transformers(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     done = bench("--ctx", "64", "--repeats", "1", "--peers", "transformers", "--json", str(file), model="tiny-mistral")
@@ -76,3 +90,34 @@ def test_what_makes_rows_incomparable_is_found() -> None:
     assert disagreements([row, row | {"impl": "ours", "loss": 2.01}]) == []
     found = disagreements([row | {"impl": "ours", "grad_norm": 1.02, "trainable_params": 6}, row])
     assert len(found) == 2 and "trains 6" in found[0] and "1.0200 of ours" in found[1]
+
+
+@pytest.mark.slow
+def test_rows_of_merge(tmp_path: Path) -> None:
+    options = ["--model", "tiny", "--lora-rank", "4", "--dtype", "mxfp4,bf16", "--folder", str(tmp_path / "kept")]
+    command = [sys.executable, "-m", "benchmarks", "merge", *options, "--json", str(tmp_path / "rows.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    packed, dense = json.loads((tmp_path / "rows.json").read_text())
+    assert (packed["dtype"], dense["dtype"]) == ("mxfp4", "bf16") and packed["merged_tensors"] == 2 * 6
+    assert 0 < packed["relative_error"] < 0.15 and dense["relative_error"] is None
+    assert packed["seconds"] > 0 and 0 < packed["peak_rss_gib"] < 2 and packed["cores"] > 0
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["adapter", "base"]
+
+
+@pytest.mark.slow
+def test_rows_of_offload(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--layers", "3", "--ctx", "512", "--pairs", "2", "--peers", "save_on_cpu", "--json", str(file)]
+    command = [sys.executable, "-m", "benchmarks", "offload", "--model", "tiny", *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())
+    assert [(row["impl"], row["policy"]) for row in rows] == [
+        ("checkpoint", None),
+        ("ours", "offload_all"),
+        ("ours", "auto"),
+        ("save_on_cpu", None),
+    ]
+    assert rows[1]["host_gib"] == rows[1]["stored_gib"] > 0 and rows[0]["overhead"] == 0
+    assert all(row["step_ms"] > 0 and row["pairs"] == 2 for row in rows)

@@ -59,6 +59,12 @@ def test_export_writes_a_gguf(tmp_path: Path) -> None:
     assert (tmp_path / "m.gguf").read_bytes()[:4] == b"GGUF"
     done = run("export", base, tmp_path / "n.gguf", "--ollama")
     assert "No Modelfile" in done.stderr and done.stdout == f"{tmp_path / 'n.gguf'}\n"
+    done = run("export", base, tmp_path / "lora.gguf", "-a", tmp_path / "adapter", "--adapter-only", "--json")
+    assert json.loads(done.stdout)["tensors"]["blk.0.attn_q.weight.lora_a"] == "f16"
+    run("export", base, tmp_path / "lora.gguf", "-a", tmp_path / "adapter", "--adapter-only", "--ollama", status=2)
+    done = run("export", base, tmp_path / "part.gguf", "--max-shard-gb", "0.0001")
+    assert done.stdout == f"{tmp_path / 'part-00001-of-00002.gguf'}\n"
+    assert len(list(tmp_path.glob("part-*.gguf"))) == 2
     done = run("export", base, tmp_path / "k.gguf", "--quant", "q4_k_m", status=1)
     assert "llama-quantize" in done.stderr.replace("\n", " ")
 
@@ -80,6 +86,7 @@ def test_tokenizer_checks_and_repairs(tmp_path: Path) -> None:
     assert stops == [broken.convert_tokens_to_ids("<|im_end|>"), 1]
     assert "no faults found" in run("tokenizer", tmp_path / "out").stdout
     run("tokenizer", base, "--chat-template", "chatml", status=2)
+    run("tokenizer", base, "--dry-run", "--add-tokens", status=2)
 
 
 def test_module_runs_and_importing_the_package_needs_no_typer() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
+import option_tables
 import pytest
 import torch
 from conftest import batch_of, tiny_llama
@@ -56,9 +56,8 @@ def test_relative_links_lead_somewhere() -> None:
         assert links and all((readme.parent / link).exists() for link in links)
 
 
-@pytest.mark.parametrize("adapter", ["lightning", "axolotl"])
-def test_the_option_tables_are_those_of_the_config(adapter: str) -> None:
-    rows = re.findall(r"^\| `(\w+)` \| `?\"?(\w+)", (ROOT / "plugins" / adapter / "README.md").read_text(), re.M)
-    table = dict(rows)
-    for field in dataclasses.fields(unsloth_plugins.UnslothConfig):
-        assert table[field.name] == str(field.default)
+def test_the_option_tables_are_those_of_the_config() -> None:
+    names = [*unsloth_plugins.UnslothConfig.__dataclass_fields__, "quiet"]
+    assert re.findall(r"^\| `(\w+)`", option_tables.table(yaml=False), re.M) == names
+    for readme in option_tables.readmes():
+        assert readme.read_text() == option_tables.rewritten(readme), "run `make options`"

@@ -50,19 +50,23 @@ class Term:
     scaling: float
     n_experts: int = 1
 
-    def rows(self, begin: int, end: int | None) -> torch.Tensor:
-        """Rows of the sum in float32."""
-        a, b = (self.source.read(name).float() for name in (self.a, self.b))
+    def rows(self, begin: int, end: int | None, device: torch.device) -> torch.Tensor:
+        """Rows of what is added, in float32."""
+        a, b = (factor.to(device) for factor in self.factors())
         if self.layout == "linear":
             return (b[begin:end] @ a) * self.scaling
-        if self.layout == "transposed":
+        if self.layout in ("transposed", "embedding"):
             return (a.T[begin:end] @ b.T) * self.scaling
-        if self.layout == "embedding":
-            return (a.T[begin:end] @ b.T) * self.scaling
-        a_ErI = a.view(self.n_experts, -1, a.shape[-1])[begin:end]
-        b_EOr = b.view(b.shape[0], -1, self.n_experts).permute(2, 0, 1)[begin:end]
-        delta = torch.bmm(b_EOr, a_ErI) * self.scaling
+        delta = torch.bmm(b[begin:end], a[begin:end]) * self.scaling
         return delta.transpose(-1, -2) if self.layout == "experts_transposed" else delta
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [r, in] and B [out, r] in float32; for experts [E, r, in] and [E, out, r]."""
+        a, b = (self.source.read(name).float() for name in (self.a, self.b))
+        if not self.layout.startswith("experts"):
+            return a, b
+        b_EOr = b.view(b.shape[0], -1, self.n_experts).permute(2, 0, 1)
+        return a.view(self.n_experts, -1, a.shape[-1]), b_EOr
 
     def shape(self) -> tuple[int, ...]:
         """Of the tensor that this is added to."""
@@ -101,6 +105,31 @@ class Changes:
     terms: list[Term] = field(default_factory=list)
 
 
+def check_kind(config: Mapping[str, Any], name: str) -> None:
+    """Refuse what can't be merged as ``scaling * B @ A``.
+
+    Args:
+        config: what adapter_config.json holds.
+        name: for the message.
+
+    Raises:
+        UnsupportedError: not LoRA, or a variant with other maths.
+    """
+    wrong = {key: config[key] for key in _OTHER_MATHS if config.get(key)}
+    if config.get("peft_type") != "LORA":
+        wrong = {"peft_type": config.get("peft_type")}
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        wrong["init_lora_weights"] = start  # the base was changed when the adapter was made
+    if wrong:
+        key, value = next(iter(wrong.items()))
+        raise UnsupportedError(
+            expected="an adapter of plain or rank-stabilised LoRA over an unchanged base",
+            got=f"{key}={value!r} in {name}",
+            remedy="Merge it with PEFT's own merge_and_unload, or convert it to plain LoRA first.",
+        )
+
+
 class Adapter:
     """One adapter folder with the weight that it is merged with.
 
@@ -126,28 +155,12 @@ class Adapter:
             )
         self.file = present[0]
         self.config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        self._check_kind()
+        check_kind(self.config, folder.name)
         self.source: Source
         if self.file.suffix == ".safetensors":
             self.source = FileTensors([self.file])
         else:
             self.source = MemoryTensors(torch.load(self.file, map_location="cpu", weights_only=True, mmap=True))
-
-    def _check_kind(self) -> None:
-        config = self.config
-        wrong = {name: config[name] for name in _OTHER_MATHS if config.get(name)}
-        if config.get("peft_type") != "LORA":
-            wrong = {"peft_type": config.get("peft_type")}
-        start = config.get("init_lora_weights")
-        if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
-            wrong["init_lora_weights"] = start  # the base was changed when the adapter was made
-        if wrong:
-            name, value = next(iter(wrong.items()))
-            raise UnsupportedError(
-                expected="an adapter of plain or rank-stabilised LoRA over an unchanged base",
-                got=f"{name}={value!r} in {self.folder.name}",
-                remedy="Merge it with PEFT's own merge_and_unload, or convert it to plain LoRA first.",
-            )
 
     def scaling(self, place: str, rank: int) -> float:
         """alpha / r (or its root) of the module or parameter at ``place``, times this adapter's weight."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from unsloth_plugins.core.errors import ExportError, UnsupportedError
+from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.tensors import Info, MemoryTensors, Source, open_folder, raw_bytes
 from unsloth_plugins.core.mxfp4.codec import BLOCK, decode
 
@@ -25,6 +25,7 @@ class Base:
     Args:
         source: the tensors as they are stored.
         config: what ``config.json`` holds.
+        device: where dense numbers are computed.
 
     Attributes:
         infos: name -> dtype and shape as dense tensors. Packed ones count as bfloat16.
@@ -34,8 +35,8 @@ class Base:
         UnsupportedError: another quantisation than MXFP4 and bitsandbytes' 4 bits.
     """
 
-    def __init__(self, source: Source, config: dict[str, Any]) -> None:
-        self.source, self.config = source, config
+    def __init__(self, source: Source, config: dict[str, Any], device: str | torch.device = "cpu") -> None:
+        self.source, self.config, self.device = source, config, torch.device(device)
         self.packed: set[str] = set()
         self._bnb: dict[str, dict[str, Any]] = {}
         _check_method(config)
@@ -77,12 +78,12 @@ class Base:
             float32 for MXFP4, the stored dtype for plain tensors, and bitsandbytes' dtype for its 4 bits.
         """
         if name in self.packed:
-            blocks = self.source.read(f"{name}_blocks", begin, end)
-            scales = self.source.read(f"{name}_scales", begin, end)
+            blocks = self.source.read(f"{name}_blocks", begin, end).to(self.device)
+            scales = self.source.read(f"{name}_scales", begin, end).to(self.device)
             return decode(blocks, scales).transpose(-1, -2)
         if name in self._bnb:
-            return self._read_bnb(name)[begin:end]
-        return self.source.read(name, begin, end)
+            return self._read_bnb(name)[begin:end].to(self.device)
+        return self.source.read(name, begin, end).to(self.device)
 
     def _read_bnb(self, name: str) -> torch.Tensor:
         """bitsandbytes' 4 bits: the earlier code in the high nibble, ``absmax`` for each block, itself often 8 bits."""
@@ -124,12 +125,21 @@ class Base:
                 return bool(part["tie_word_embeddings"])
         return self.embedding is not None and self.head not in self.infos
 
+    @property
+    def in_four_bits(self) -> set[str]:
+        """Names of the tensors that are stored in 4 bits of bitsandbytes."""
+        return set(self._bnb)
+
+    def stored(self, name: str) -> list[str]:
+        """Names of the stored tensors behind a dense one."""
+        found = [key for key in (name, f"{name}_blocks", f"{name}_scales") if key in self.source.infos]
+        if name in self._bnb:
+            found += [key for key in self.source.infos if key.startswith(f"{name}.")]
+        return found
+
     def hashes(self, name: str) -> dict[str, str]:
         """sha256 of the stored tensors behind a dense one, read in pieces."""
-        stored = [key for key in (name, f"{name}_blocks", f"{name}_scales") if key in self.source.infos]
-        if name in self._bnb:
-            stored += [key for key in self.source.infos if key.startswith(f"{name}.")]
-        return {key: _sha256(self.source, key) for key in stored}
+        return {key: _sha256(self.source, key) for key in self.stored(name)}
 
 
 def _check_method(config: dict[str, Any]) -> None:
@@ -204,7 +214,23 @@ def resolve_folder(path_or_id: str | Path) -> Path:
         ) from error
 
 
-def open_base(folder: Path) -> Base:
+def check_device(device: str | torch.device) -> None:
+    """Refuse a device that is not there.
+
+    Raises:
+        ConfigError: it isn't.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            expected="a device that torch can use here, such as cpu or cuda",
+            got=f"{str(device)!r} ({str(error).splitlines()[0]})",
+            remedy="Leave it out for the CPU.",
+        ) from error
+
+
+def open_base(folder: Path, device: str | torch.device = "cpu") -> Base:
     """The base model in a folder.
 
     Raises:
@@ -216,7 +242,7 @@ def open_base(folder: Path) -> Base:
         raise ExportError(
             expected=f"config.json in {folder}", got="none", remedy="Give the folder of a complete model."
         )
-    return Base(open_folder(folder), json.loads(path.read_text(encoding="utf-8")))
+    return Base(open_folder(folder), json.loads(path.read_text(encoding="utf-8")), device)
 
 
 def base_of_model(model: Any) -> Base:

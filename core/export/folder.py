@@ -29,7 +29,7 @@ def check_space(place: Path, needed: int) -> None:
     folder = place
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free + _size(hidden_name(place))  # a leftover is taken over, or removed first
     if free < needed:
         raise ExportError(
             expected=f"{needed:,} bytes free for {place}",
@@ -38,18 +38,43 @@ def check_space(place: Path, needed: int) -> None:
         )
 
 
+def check_new(target: Path) -> None:
+    """Refuse an output that is there already.
+
+    Raises:
+        ExportError: it is.
+    """
+    if target.exists():
+        raise ExportError(
+            expected="an output that does not exist yet", got=str(target), remedy="Remove it, or choose another name."
+        )
+
+
+def hidden_name(target: Path) -> Path:
+    """Where the result is until it is complete."""
+    return target.parent / f".{target.name}.incomplete"
+
+
+def _size(place: Path) -> int:
+    files = place.rglob("*") if place.is_dir() else [place]
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
 @contextlib.contextmanager
-def appearing(target: Path) -> Iterator[Path]:
+def appearing(target: Path, *, resumable: bool = False) -> Iterator[Path]:
     """A hidden sibling of ``target`` to write to; it gets the target's name when the block ends without an error.
 
-    What a killed run left behind under the hidden name is removed by the next run to the same target.
+    Args:
+        target: must not exist.
+        resumable: what a killed run left behind under the hidden name is still there, for the block to judge. Otherwise
+            it is removed. An interrupt from the keyboard leaves it too, an error removes it.
 
     Raises:
         ExportError: ``target`` exists.
         ConflictError: another process is writing to it now.
     """
-    with _hidden(target) as hidden:
-        hidden.mkdir()
+    with _hidden(target, resumable) as hidden:
+        hidden.mkdir(exist_ok=resumable)
         yield hidden
         for folder, _, names in os.walk(hidden):
             for name in names:
@@ -66,13 +91,25 @@ def appearing_file(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _hidden(target: Path) -> Iterator[Path]:
-    if target.exists():
-        raise ExportError(
-            expected="an output that does not exist yet", got=str(target), remedy="Remove it, or choose another name."
-        )
+def appearing_files(targets: Sequence[Path]) -> Iterator[Path]:
+    """A hidden folder, in which the block writes a file of each target's name. They appear the first one last.
+
+    Raises:
+        ExportError: the first target exists. Others without it are leftovers of a killed run, and are replaced.
+        ConflictError: another process is writing to it now.
+    """
+    with _hidden(targets[0]) as hidden:
+        hidden.mkdir()
+        yield hidden
+        for target in reversed(targets):
+            _appear(hidden / target.name, target)
+
+
+@contextlib.contextmanager
+def _hidden(target: Path, resumable: bool = False) -> Iterator[Path]:
+    check_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    hidden = target.parent / f".{target.name}.incomplete"
+    hidden = hidden_name(target)
     with (target.parent / f".{target.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,11 +121,17 @@ def _hidden(target: Path) -> Iterator[Path]:
                 got="another one, which has locked it",
                 remedy="Wait for it, or choose another name.",
             ) from error
+        keep = False
         try:
-            _remove(hidden)
+            if not resumable:
+                remove(hidden)
             yield hidden
+        except (KeyboardInterrupt, SystemExit):
+            keep = resumable
+            raise
         finally:
-            _remove(hidden)
+            if not keep:
+                remove(hidden)
             Path(lock.name).unlink(missing_ok=True)
 
 
@@ -106,7 +149,8 @@ def _sync(path: Path) -> None:
         os.close(number)
 
 
-def _remove(place: Path) -> None:
+def remove(place: Path) -> None:
+    """A file or a whole folder; nothing there is fine."""
     if place.is_dir():
         shutil.rmtree(place)
     else:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,19 @@ import torch
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.adapter import Adapter
 from unsloth_plugins.core.export.base import open_base, resolve_folder, spans
-from unsloth_plugins.core.export.folder import appearing_file, check_space
+from unsloth_plugins.core.export.gguf_file import PLAIN, Tensor, check_package, new_writer, rounded, write
 from unsloth_plugins.core.export.gguf_layout import Piece, add_metadata, architecture_of, pieces_of
 from unsloth_plugins.core.export.gguf_vocab import add_vocabulary, load_tokenizer
-from unsloth_plugins.core.export.merge import Adapters, check_base, open_adapters
+from unsloth_plugins.core.export.merge import Adapters, open_adapters
 from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.ollama import write_modelfile
-from unsloth_plugins.core.export.tensors import Info, Progress, raw_bytes
+from unsloth_plugins.core.export.provenance import check_base
+from unsloth_plugins.core.export.tensors import Progress, raw_bytes
 from unsloth_plugins.core.mxfp4.codec import BLOCK, encode
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4")
 _FILE_TYPE = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}
 _WITH_LLAMA_QUANTIZE = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq", "tq")
-_PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass
@@ -34,7 +34,8 @@ class GgufReport:
     """What an export did.
 
     Attributes:
-        output: the file.
+        output: the file for llama.cpp; the first one, if there are several.
+        files: all that were written.
         tensors: GGUF name -> type.
         bytes_needed: that were checked to be free on the disk.
         notes: what llama.cpp will do otherwise, and what could not be checked.
@@ -42,6 +43,7 @@ class GgufReport:
     """
 
     output: Path
+    files: list[Path]
     tensors: dict[str, str]
     bytes_needed: int
     notes: list[str] = field(default_factory=list)
@@ -72,11 +74,12 @@ def export_gguf(
     *,
     adapter: Adapters = (),
     quant: str = "bf16",
+    max_shard_bytes: int | None = None,
     ollama: bool = False,
     allow_other_base: bool = False,
     progress: Progress | None = None,
 ) -> GgufReport:
-    """Write one GGUF file.
+    """Write a GGUF file, or several that belong together.
 
     Args:
         model: folder or hub id: a merged model, or the base of the adapters.
@@ -85,6 +88,8 @@ def export_gguf(
         quant: "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"; or "mxfp4" for gpt-oss: experts that no
             adapter changed keep their codes exactly, the other tensors are bf16. Norms, biases, sinks and routers are
             always float32.
+        max_shard_bytes: cut into files of at most so many bytes of tensors, called ``NAME-00001-of-00003.gguf`` and so
+            on; a larger tensor gets a file of its own. ``None`` is one file.
         ollama: write a ``Modelfile`` beside it; if the chat template can't be taken over, a note says so.
         allow_other_base: merge although the adapter names another base.
         progress: called with bytes done, bytes in all, and the tensor's name.
@@ -96,10 +101,7 @@ def export_gguf(
         ConfigError: an option that can't be.
     """
     check_type(quant)
-    if importlib.util.find_spec("gguf") is None:
-        raise UnsupportedError(
-            expected="the package gguf", got="none", remedy="Install it: pip install 'unsloth-plugins[export]'."
-        )
+    check_package()
     output, folder = Path(output), resolve_folder(model)
     base = open_base(folder)
     arch = architecture_of(base.config)
@@ -115,10 +117,10 @@ def export_gguf(
         raise ExportError(
             expected=f"no Modelfile in {output.parent} yet", got="one", remedy="Remove it, or choose another folder."
         )
-    report = _write(merged, arch, output, tokenizer, quant, notes, progress)
+    report = _write(merged, new_writer(arch, max_shard_bytes), output, tokenizer, quant, notes, progress)
     if ollama:
         try:
-            report.modelfile = write_modelfile(output, tokenizer, stop_ids=_stop_ids(folder, base.config))
+            report.modelfile = write_modelfile(report.output, tokenizer, stop_ids=_stop_ids(folder, base.config))
         except UnsupportedError as error:
             notes.append(f"No Modelfile: {error}")
     return report
@@ -137,56 +139,23 @@ def _tokenizer(folder: Path, adapters: Sequence[Adapter]) -> Any:
 
 
 def _write(
-    merged: Merged, arch: str, output: Path, tokenizer: Any, quant: str, notes: list[str], progress: Progress | None
+    merged: Merged, writer: Any, output: Path, tokenizer: Any, quant: str, notes: list[str], progress: Progress | None
 ) -> GgufReport:
     import gguf
-    import numpy as np
 
-    pieces = pieces_of(merged)
-    types = {piece.name: _type_of(piece, quant, notes) for piece in pieces}
-    writer = gguf.GGUFWriter(None, arch)
+    tensors = []
+    for piece in pieces_of(merged):
+        kind = _type_of(piece, quant, notes)
+        tensors.append(Tensor(piece.name, piece.shape, kind, partial(_encoded, merged, piece, kind)))
     writer.add_type("model")
     writer.add_name(str(merged.base.config.get("_name_or_path") or output.stem))
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPE.get(quant, f"MOSTLY_{quant.upper()}")])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_metadata(writer, merged, notes)
     assert merged.vocab_size is not None
-    add_vocabulary(writer, tokenizer, merged.vocab_size)
-    sizes = {}
-    for piece in pieces:
-        kind = gguf.GGMLQuantizationType[types[piece.name].upper()]
-        block, width = gguf.GGML_QUANT_SIZES[kind]
-        sizes[piece.name] = Info(torch.uint8, piece.shape).nbytes // block * width
-        writer.add_tensor_info(piece.name, piece.shape, np.dtype(np.float32), sizes[piece.name], raw_dtype=kind)
-    total = sum(sizes.values())
-    needed = total + (64 << 20)
-    check_space(output, needed)
-    done = 0
-    with appearing_file(output) as hidden:
-        writer.write_header_to_file(hidden)
-        try:
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            assert writer.fout is not None
-            (stream,) = writer.fout
-            writer.write_padding(stream, stream.tell())
-            for piece in pieces:
-                begin = done
-                for data in _encoded(merged, piece, types[piece.name]):
-                    stream.write(data)
-                    done += len(data)
-                    if progress:
-                        progress(done, total, piece.name)
-                if done - begin != sizes[piece.name]:
-                    raise ExportError(
-                        expected=f"{sizes[piece.name]} bytes of {piece.name}",
-                        got=str(done - begin),
-                        remedy="This is a defect of the export; please report it.",
-                    )
-                writer.write_padding(stream, done - begin)
-        finally:
-            writer.close()
-    return GgufReport(output, types, needed, notes)
+    add_vocabulary(writer, tokenizer, merged.vocab_size, notes)
+    files, needed = write(writer, output, tensors, progress)
+    return GgufReport(files[0], files, {tensor.name: tensor.type for tensor in tensors}, needed, notes)
 
 
 def _type_of(piece: Piece, quant: str, notes: list[str]) -> str:
@@ -194,7 +163,7 @@ def _type_of(piece: Piece, quant: str, notes: list[str]) -> str:
         return "f32"
     if quant == "mxfp4":
         quant = "mxfp4" if piece.expert else "bf16"
-    if quant not in _PLAIN and piece.shape[-1] % BLOCK:
+    if quant not in PLAIN and piece.shape[-1] % BLOCK:
         notes.append(f"{piece.name} stays in f16: its rows of {piece.shape[-1]} are no multiple of {BLOCK}.")
         return "f16"
     return quant
@@ -205,15 +174,8 @@ def _encoded(merged: Merged, piece: Piece, kind: str) -> Iterator[memoryview]:
         yield from _repacked(merged, piece)
         return
     for rows in piece.rows():
-        if kind in _PLAIN:
-            rounded = rows.to(_PLAIN[kind])
-            if kind == "f16" and bool((rounded.isinf() & ~rows.isinf()).any()):
-                raise ExportError(
-                    expected=f"numbers within float16's range in {piece.source}",
-                    got=f"{rows.abs().max():g}",
-                    remedy="Export to bf16.",
-                )
-            yield raw_bytes(rounded)
+        if kind in PLAIN:
+            yield rounded(rows, kind, piece.source)
         elif kind == "mxfp4":
             yield raw_bytes(ggml_mxfp4(*encode(rows)))
         else:

@@ -61,6 +61,7 @@ class Piece:
         rows: iterates over its float32 numbers along the first dimension.
         always_f32: whether llama.cpp wants it in float32 whatever the file's type.
         expert: "gate", "up" or "down" for the experts' weights.
+        outputs: what happened to the order of its outputs, for numbers of shape [..., out, any].
     """
 
     name: str
@@ -69,6 +70,7 @@ class Piece:
     rows: Callable[[], Iterator[torch.Tensor]]
     always_f32: bool = False
     expert: str | None = None
+    outputs: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers
 
 
 def architecture_of(config: dict[str, Any]) -> str:
@@ -158,11 +160,13 @@ def _convert(merged: Merged, arch: str, name: str, info: Info) -> list[Piece]:
         if module.endswith("k_proj"):
             heads = merged.base.config.get("num_key_value_heads") or heads
 
-        def reordered() -> Iterator[torch.Tensor]:
-            whole = merged.read(name).float()
-            yield whole.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(whole.shape)
+        def in_pairs(whole: torch.Tensor) -> torch.Tensor:
+            return whole.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(whole.shape)
 
-        return [Piece(target, info.shape, name, reordered, len(info.shape) == 1)]
+        def reordered() -> Iterator[torch.Tensor]:
+            yield in_pairs(merged.read(name).float())
+
+        return [Piece(target, info.shape, name, reordered, len(info.shape) == 1, outputs=in_pairs)]
     return plain(target, always_f32=module == "mlp.router")
 
 
@@ -178,18 +182,19 @@ def _experts(merged: Merged, block: str, name: str, info: Info) -> list[Piece]:
     found = []
     for part, offset in parts.items():
 
-        def rows(offset: int | None = offset) -> Iterator[torch.Tensor]:
+        def every_other(wide: torch.Tensor, offset: int | None = offset) -> torch.Tensor:
+            return wide if offset is None else wide[:, offset::2]
+
+        def rows(pick: Callable[[torch.Tensor], torch.Tensor] = every_other) -> Iterator[torch.Tensor]:
             for begin, end in spans(info):
                 wide = merged.read(name, begin, end).float()
-                wide = wide if is_bias else wide.transpose(-1, -2)
-                if offset is not None:
-                    wide = wide[:, offset::2]
-                yield wide
+                yield pick(wide if is_bias else wide.transpose(-1, -2))
 
         outputs = info.shape[-1] // (1 if offset is None else 2)
         shape = (info.shape[0], outputs) if is_bias else (info.shape[0], outputs, info.shape[1])
         target = f"{block}.ffn_{part}_exps.{kind}"
-        found.append(Piece(target, shape, name, rows, always_f32=is_bias, expert=None if is_bias else part))
+        expert = None if is_bias else part
+        found.append(Piece(target, shape, name, rows, always_f32=is_bias, expert=expert, outputs=every_other))
     return found
 
 

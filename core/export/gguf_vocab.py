@@ -1,4 +1,8 @@
-"""A Hugging Face byte-level BPE tokenizer as GGUF metadata."""
+"""A Hugging Face tokenizer as GGUF metadata: byte-level BPE, or BPE as SentencePiece makes it.
+
+llama.cpp's ``llama`` tokenizer merges the neighbours with the best score first, as SentencePiece does; Hugging Face
+keeps merges in that order instead, so a token's score is the place of its first merge.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,9 @@ _SPLITS = {
 }
 """The expression that splits text before BPE -> llama.cpp's name for it."""
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end_of_turn|>")
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_SPACE = "\u2581"
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -57,7 +63,7 @@ def splitter_name(backend: dict[str, Any]) -> str:
     normalizer = (backend.get("normalizer") or {}).get("type")
     if backend["model"]["type"] != "BPE" or "ByteLevel" not in kinds or normalizer not in (None, "NFC"):
         raise UnsupportedError(
-            expected="a byte-level BPE tokenizer",
+            expected="a tokenizer of byte-level BPE, or of SentencePiece's BPE",
             got=f"{backend['model']['type']} after {kinds or 'no splitting'}, normalised by {normalizer}",
             remedy="Merge to safetensors, and convert that with llama.cpp's own converter.",
         )
@@ -76,13 +82,55 @@ def splitter_name(backend: dict[str, Any]) -> str:
     )
 
 
-def add_vocabulary(writer: Any, tokenizer: Any, rows: int) -> None:
+def space_prefix(backend: dict[str, Any]) -> bool | None:
+    """Whether a SentencePiece-like tokenizer puts a space before a text; ``None`` for every other kind.
+
+    Args:
+        backend: what tokenizer.json holds.
+    """
+    model = backend["model"]
+    vocab = model["vocab"]
+    if model["type"] != "BPE" or not model.get("byte_fallback"):
+        return None
+    if any(name not in vocab and chr(byte) not in vocab for byte, name in enumerate(_BYTES)):
+        return None  # Gemma's has a tab in the place of its byte
+    prefix = replaced = False
+    for step in _steps(backend.get("normalizer"), "normalizers") + _steps(
+        backend.get("pre_tokenizer"), "pretokenizers"
+    ):
+        kind, pattern = step["type"], (step.get("pattern") or {}).get("String")
+        if kind == "Prepend" and step["prepend"] == _SPACE:
+            prefix = True
+        elif kind == "Replace" and (pattern, step["content"]) == (" ", _SPACE):
+            replaced = True
+        elif kind == "Metaspace" and step["replacement"] == _SPACE and not step["split"]:
+            prefix, replaced = prefix or step["prepend_scheme"] != "never", True
+        elif not (kind == "Split" and pattern == " " and replaced):  # such a split finds no space any more
+            return None
+    return prefix if replaced else None
+
+
+def _steps(part: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
+    return [] if part is None else list(part.get(several, [part]))
+
+
+def _scores(model: dict[str, Any]) -> dict[str, float]:
+    """Token -> minus the place of the first merge that makes it."""
+    found: dict[str, float] = {}
+    for place, pair in enumerate(model["merges"]):
+        left, right = pair if isinstance(pair, list) else pair.split(" ")
+        found.setdefault(left + right, -float(place))
+    return found
+
+
+def add_vocabulary(writer: Any, tokenizer: Any, rows: int, notes: list[str]) -> None:
     """Tokens, types, merges, special ids and chat templates into the writer.
 
     Args:
         writer: a ``gguf.GGUFWriter``.
         tokenizer: a fast tokenizer of transformers.
         rows: of the embedding; ids that the tokenizer does not use are filled.
+        notes: what llama.cpp will split otherwise is added.
 
     Raises:
         UnsupportedError: see ``splitter_name``; or a slow tokenizer.
@@ -95,7 +143,8 @@ def add_vocabulary(writer: Any, tokenizer: Any, rows: int) -> None:
             remedy="Convert it, and check that with `unsloth-plugins tokenizer`.",
         )
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    name = splitter_name(backend)
+    prefix = space_prefix(backend)
+    name = splitter_name(backend) if prefix is None else "default"
     by_id = {number: token for token, number in tokenizer.get_vocab().items()}
     if max(by_id) >= rows:
         raise ExportError(
@@ -103,15 +152,25 @@ def add_vocabulary(writer: Any, tokenizer: Any, rows: int) -> None:
             got=f"{by_id[max(by_id)]!r} with id {max(by_id)}",
             remedy="Repair it with `unsloth-plugins tokenizer`, or resize the model's embedding before training.",
         )
-    types = {number: _NORMAL for number in by_id}
+    types = {number: _BYTE if prefix is not None and token in _BYTES else _NORMAL for number, token in by_id.items()}
     for added in backend["added_tokens"]:
         types[added["id"]] = _CONTROL if added["special"] else _USER_DEFINED
-    writer.add_tokenizer_model("gpt2")
+    if prefix is not None and tokenizer.unk_token_id is not None:
+        types[tokenizer.unk_token_id] = _UNKNOWN
+    writer.add_tokenizer_model("gpt2" if prefix is None else "llama")
     writer.add_tokenizer_pre(name)
     writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(rows)])
     writer.add_token_types([types.get(number, _UNUSED) for number in range(rows)])
-    merges = backend["model"]["merges"]
-    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
+    if prefix is None:
+        merges = backend["model"]["merges"]
+        writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
+    else:
+        scores = _scores(backend["model"])
+        lowest = -float(len(backend["model"]["merges"]))
+        writer.add_token_scores([scores.get(by_id.get(number, ""), lowest) for number in range(rows)])
+        writer.add_add_space_prefix(prefix)
+        if prefix:
+            notes.append("llama.cpp puts a space before a text even if it begins with one; this tokenizer does not.")
     _add_special(writer, tokenizer, set(by_id.values()))
     template = tokenizer.chat_template
     if isinstance(template, dict):

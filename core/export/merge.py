@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import logging
-import platform
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
+from unsloth_plugins.core.errors import ConfigError, ExportError
+from unsloth_plugins.core.export import four_bit
 from unsloth_plugins.core.export.adapter import Adapter
-from unsloth_plugins.core.export.base import Base, base_of_model, fingerprint, open_base, resolve_folder, spans
+from unsloth_plugins.core.export.base import Base, check_device, fingerprint, open_base, resolve_folder, spans
 from unsloth_plugins.core.export.folder import appearing, check_space, cleaned_config, copy_files, side_files
+from unsloth_plugins.core.export.journal import Journal
 from unsloth_plugins.core.export.merged import Merged
-from unsloth_plugins.core.export.packed import Requantised, packed_outputs
-from unsloth_plugins.core.export.tensors import Info, Output, Progress, Source, write_shards
+from unsloth_plugins.core.export.packed import Requantised, packed_outputs, quantization_of
+from unsloth_plugins.core.export.provenance import MANIFEST, check_base, manifest_of, plan_of
+from unsloth_plugins.core.export.tensors import FileTensors, Info, Output, Progress, write_shards
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DTYPES = (*_DTYPES, "mxfp4")
-MANIFEST = "export_manifest.json"
-BASE_RECORD = "base_record.json"
+DTYPES = (*_DTYPES, "mxfp4", "nf4")
 SHARD_BYTES = 4 << 30
 _MARGIN = 1 << 20  # for headers, index, manifest
 Adapters = str | Path | Sequence[str | Path] | Mapping[str, float]
@@ -43,8 +39,9 @@ class MergeReport:
         files: names of the weight files.
         bytes_needed: that were checked to be free on the disk.
         merged: names of the tensors that differ from the base's.
-        requantised: for MXFP4, the error of each merged tensor.
+        requantised: for MXFP4 and 4 bits of bitsandbytes, the error of each tensor that was quantised.
         notes: what could not be checked, and what was decided.
+        resumed: the weight files that a run which was stopped had finished already.
     """
 
     output: Path
@@ -53,6 +50,7 @@ class MergeReport:
     merged: list[str]
     requantised: dict[str, Requantised] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    resumed: list[str] = field(default_factory=list)
 
 
 def merge(
@@ -63,6 +61,7 @@ def merge(
     dtype: str = "bf16",
     max_shard_bytes: int = SHARD_BYTES,
     allow_other_base: bool = False,
+    device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> MergeReport:
     """Write the merged model of a base folder and adapter folders.
@@ -71,11 +70,14 @@ def merge(
         base: folder or hub id of the model that the adapter was trained on: 16 or 32 bits, MXFP4, or 4 bits of
             bitsandbytes, which are dequantised as they were in training.
         adapter: a PEFT folder, several, or folder -> weight.
-        output: must not exist. It appears when it is complete.
+        output: must not exist. It appears when it is complete. If a run to it was killed, the same call goes on after
+            the weight files that it had finished, checked by their hashes; a call with anything else starts over.
         dtype: "bf16", "fp16", "fp32": the layout that transformers loads; "mxfp4": gpt-oss with packed experts, of
-            which only the merged ones are quantised again, and everything else keeps its dtype.
+            which only the merged ones are quantised again, and everything else keeps its dtype; "nf4": linear layers in
+            4 bits of bitsandbytes (its settings, where the base is in such), the rest in bf16, one layer in memory.
         max_shard_bytes: of one weight file; a larger tensor gets a file of its own.
         allow_other_base: merge although the adapter names another base.
+        device: where the sums are computed, piece by piece: "cpu", "cuda".
         progress: called with bytes done, bytes in all, and the tensor's name.
 
     Raises:
@@ -83,61 +85,13 @@ def merge(
         ConfigError: an option that can't be.
         UnsupportedError: an adapter or a quantisation that can't be merged.
     """
+    check_device(device)
     folder = resolve_folder(base)
-    opened = open_base(folder)
+    opened = open_base(folder, device)
     adapters = open_adapters(adapter)
     notes = [check_base(one, base, folder, opened.source, allow_other_base) for one in adapters]
     where = {"base": str(base), "base_fingerprint": fingerprint(opened.source)}
-    return _write(opened, folder, adapters, Path(output), dtype, max_shard_bytes, progress, where, notes)
-
-
-def merge_model(
-    model: Any,
-    output: str | Path,
-    *,
-    dtype: str = "bf16",
-    adapter_output: str | Path | None = None,
-    max_shard_bytes: int = SHARD_BYTES,
-    progress: Progress | None = None,
-) -> MergeReport:
-    """Write the merged model of a live PEFT model; its own base tensors are read, and it is left as it is.
-
-    Args:
-        model: a ``PeftModel`` with one active adapter. Saved to disk first.
-        output, dtype, max_shard_bytes, progress: see ``merge``.
-        adapter_output: keep the saved adapter here. By default it lives only while the merge runs.
-
-    Raises:
-        ConfigError: not a PEFT model, several active adapters, or merged already; else see ``merge``.
-    """
-    active = list(model.active_adapters) if hasattr(model, "peft_config") else []
-    merged_in = any(getattr(module, "merged", False) for module in model.modules())
-    if len(active) != 1 or merged_in:
-        raise ConfigError(
-            expected="a PEFT model with one active adapter that is not merged into the weights",
-            got=f"{type(model).__name__} with {active or 'no adapter'}" + (", merged" if merged_in else ""),
-            remedy="Call set_adapter or unmerge_adapter first; merge several adapters from their folders.",
-        )
-    opened = base_of_model(model)
-    name_or_path = str(getattr(model.config, "name_or_path", "") or "")
-    folder = Path(name_or_path) if name_or_path and Path(name_or_path).is_dir() else None
-    with contextlib.ExitStack() as stack:
-        saved = Path(adapter_output or stack.enter_context(tempfile.TemporaryDirectory(dir=_parent(output))))
-        model.save_pretrained(saved, selected_adapters=active)
-        saved = saved if active[0] == "default" else saved / active[0]
-        record_base(saved, opened.source)
-        notes = [] if folder else ["The base has no local folder: no tokenizer, licence or card was copied."]
-        where = {"base": name_or_path, "base_fingerprint": fingerprint(opened.source)}
-        adapters = [Adapter(saved)]
-        generation = getattr(model, "generation_config", None)
-        extra = {"generation_config.json": generation.to_json_string()} if generation is not None else {}
-        return _write(opened, folder, adapters, Path(output), dtype, max_shard_bytes, progress, where, notes, extra)
-
-
-def _parent(output: str | Path) -> Path:
-    parent = Path(output).resolve().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    return parent
+    return write_merged(opened, folder, adapters, Path(output), dtype, max_shard_bytes, progress, where, notes)
 
 
 def open_adapters(adapter: Adapters) -> list[Adapter]:
@@ -152,67 +106,20 @@ def open_adapters(adapter: Adapters) -> list[Adapter]:
     return [Adapter(Path(folder).expanduser(), float(weight)) for folder, weight in weighted]
 
 
-def record_base(adapter_folder: str | Path, base: str | Path | Source) -> None:
-    """Write into an adapter folder which weights it was trained on, so that a merge can check it by content.
-
-    Args:
-        adapter_folder: that ``save_pretrained`` wrote.
-        base: the base model's folder, or its tensors.
-    """
-    source = open_base(Path(base)).source if isinstance(base, (str, Path)) else base
-    record = {"base_fingerprint": fingerprint(source)}
-    (Path(adapter_folder) / BASE_RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source, allow_other: bool) -> str:
-    """Compare the base with what the adapter says of its own.
-
-    Returns:
-        How it was checked.
+def check_dtype(dtype: str) -> None:
+    """Refuse a format before any work.
 
     Raises:
-        ExportError: it is another one, and that was not allowed.
+        ConfigError: nobody knows it.
+        UnsupportedError: it needs a package that is missing.
     """
-    record = adapter.folder / BASE_RECORD
-    named = str(adapter.config.get("base_model_name_or_path") or "")
-    if record.is_file():
-        wanted = json.loads(record.read_text(encoding="utf-8"))["base_fingerprint"]
-        same, how = fingerprint(source) == wanted, "by the fingerprint of its tensors"
-    elif not named:
-        note = f"{adapter.folder} does not name its base: not checked."
-        _log.warning(note)
-        return note
-    else:
-        same, how = _same_name(named, str(given), folder, source), f"by the name {named!r}"
-    if same:
-        return f"Base of {adapter.folder} checked {how}."
-    if allow_other:
-        note = f"{adapter.folder} was trained on another base ({how}); merged because that was allowed."
-        _log.warning(note)
-        return note
-    raise ExportError(
-        expected=f"the base that {adapter.folder} was trained on ({named or 'recorded by its tensors'})",
-        got=f"{given}, which differs {how}",
-        remedy="Give the right base; if this one has the same weights under another name, allow another base "
-        "(allow_other_base=True, --allow-other-base).",
-    )
+    if dtype not in DTYPES:
+        raise ConfigError(expected=f"dtype to be one of {', '.join(DTYPES)}", got=repr(dtype), remedy="Choose one.")
+    if dtype == "nf4":
+        four_bit.check_package()
 
 
-def _same_name(named: str, given: str, folder: Path, source: Source) -> bool:
-    there = Path(named).expanduser()
-    if there.is_dir():
-        if there.resolve() == folder.resolve():
-            return True
-        try:
-            return fingerprint(open_base(there).source) == fingerprint(source)
-        except (ExportError, UnsupportedError):
-            return False
-    path = folder.resolve().as_posix()
-    in_cache = "/models--" + named.replace("/", "--") + "/snapshots/" in path + "/"
-    return given == named or in_cache or path.endswith("/" + named.strip("/")) or folder.name == there.name
-
-
-def _write(
+def write_merged(
     base: Base,
     folder: Path | None,
     adapters: Sequence[Adapter],
@@ -224,11 +131,29 @@ def _write(
     notes: list[str],
     extra_files: Mapping[str, str] | None = None,
 ) -> MergeReport:
-    if dtype not in DTYPES:
-        raise ConfigError(expected=f"dtype to be one of {', '.join(DTYPES)}", got=repr(dtype), remedy="Choose one.")
+    """What ``merge`` and ``merge_model`` have in common; see there.
+
+    Args:
+        base, adapters: opened and checked.
+        folder: the base's, for the files that go along, if it has one.
+        where: for the manifest: where the base came from, and its fingerprint.
+        notes: of the report, so far.
+        extra_files: name -> text, to be written beside the weights.
+    """
+    check_dtype(dtype)
     merged = Merged(base, adapters)
     report = MergeReport(output, [], 0, [name for name in merged.infos if merged.changed(name)], notes=notes)
-    outputs = packed_outputs(merged, report.requantised) if dtype == "mxfp4" else plain_outputs(merged, _DTYPES[dtype])
+    quantization: dict[str, Any] = {}
+    if dtype == "nf4":
+        quantization = four_bit.quantization_of(merged)
+        outputs = four_bit.four_bit_outputs(merged, quantization, report.requantised)
+        if experts := sum(len(info.shape) == 3 for info in merged.infos.values()):
+            notes.append(f"{experts} tensors of experts are in bf16: bitsandbytes has linear layers only. See mxfp4.")
+    elif dtype == "mxfp4":
+        quantization = quantization_of(base)
+        outputs = packed_outputs(merged, report.requantised)
+    else:
+        outputs = plain_outputs(merged, _DTYPES[dtype])
     files = side_files(folder, [adapter.folder for adapter in adapters])
     report.bytes_needed = sum(one.info.nbytes for one in outputs) + sum(path.stat().st_size for path, _ in files)
     report.bytes_needed += _MARGIN
@@ -236,15 +161,31 @@ def _write(
     _log.info("%s needs %s bytes", output, f"{report.bytes_needed:,}")
     if base.tied and not merged.tied:
         notes.append("The head is no longer the embedding: it was written as a tensor of its own.")
-    with appearing(output) as place:
-        report.files = write_shards(place, outputs, max_bytes=max_shard_bytes, progress=progress)
+    options = dict(dtype=dtype, max_shard_bytes=max_shard_bytes, device=str(base.device))
+    plan = plan_of(base.source, adapters, outputs, where, **options)
+    with appearing(output, resumable=isinstance(base.source, FileTensors)) as place:
+        journal = Journal(place, plan, report.requantised)
+        hashes = write_shards(place, outputs, max_bytes=max_shard_bytes, finished=journal, progress=progress)
+        report.files, report.resumed = list(hashes), journal.resumed
+        if journal.note:
+            notes.append(journal.note)
         copy_files(files, place)
         for name, text in (extra_files or {}).items():
             (place / name).write_text(text, encoding="utf-8")
-        manifest = _manifest(merged, adapters, dtype, where, report)
+        manifest = manifest_of(
+            merged,
+            adapters,
+            dtype,
+            where,
+            changed=report.merged,
+            requantised=report.requantised,
+            notes=notes,
+            files=hashes,
+        )
         (place / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        config = _config(merged, dtype)
+        config = _config(merged, dtype, quantization)
         (place / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        journal.close()
     return report
 
 
@@ -271,59 +212,12 @@ def _plain(merged: Merged, name: str, info: Info, dtype: torch.dtype) -> Output:
     return Output(name, Info(target, info.shape), pieces)
 
 
-def _config(merged: Merged, dtype: str) -> dict[str, Any]:
+def _config(merged: Merged, dtype: str, quantization: dict[str, Any]) -> dict[str, Any]:
     base = merged.base
     embedding = base.embedding
     resized = embedding is not None and merged.vocab_size != base.infos[embedding].shape[0]
     settings: dict[str, Any] = {"vocab_size": merged.vocab_size if resized else None}
     if base.tied and not merged.tied:
         settings["tie_word_embeddings"] = False
-    if dtype != "mxfp4":
-        return cleaned_config(base.config, dtype=str(_DTYPES[dtype]).removeprefix("torch."), **settings)
-    stored = base.config.get("quantization_config")
-    kept = stored if isinstance(stored, dict) and stored.get("quant_method") == "mxfp4" else None
-    published = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    packing = kept or {"quant_method": "mxfp4", "modules_to_not_convert": published}
-    return cleaned_config(base.config, quantization_config=packing, **settings)
-
-
-def _manifest(
-    merged: Merged, adapters: Sequence[Adapter], dtype: str, where: dict[str, str], report: MergeReport
-) -> dict[str, Any]:
-    hashes: dict[str, str] = {}
-    for name in report.merged:
-        if name in merged.base.infos:
-            hashes |= merged.base.hashes(name)
-    return {
-        **where,
-        "dtype": dtype,
-        "adapters": [
-            {
-                "folder": str(adapter.folder),
-                "weight": adapter.weight,
-                "file": adapter.file.name,
-                "sha256": _file_hash(adapter.file),
-                "named_base": adapter.config.get("base_model_name_or_path"),
-            }
-            for adapter in adapters
-        ],
-        "merged": report.merged,
-        "base_sha256": hashes,
-        "requantised": {name: vars(error) for name, error in report.requantised.items()},
-        "notes": report.notes,
-        "files": report.files,
-        "versions": {"python": platform.python_version()} | _versions("unsloth-plugins", "torch", "peft"),
-    }
-
-
-def _versions(*names: str) -> dict[str, str]:
-    found = {}
-    for name in names:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def _file_hash(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    named = {"mxfp4": None, "nf4": "bfloat16"}.get(dtype, str(_DTYPES.get(dtype)).removeprefix("torch."))
+    return cleaned_config(base.config, dtype=named, quantization_config=quantization or None, **settings)

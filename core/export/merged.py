@@ -98,7 +98,7 @@ class Merged:
         change = self.changes.get(name)
         whole = change.trained or change.base if change else None
         if whole is not None:
-            before = whole.source.read(whole.key, begin, end)
+            before = whole.source.read(whole.key, begin, end).to(self.base.device)
         else:
             stored = name if name in self.base.infos else self.base.embedding
             assert stored is not None
@@ -107,14 +107,14 @@ class Merged:
             return before, before
         before = before.float()
         for part in change.trained_rows:
-            values = part.source.read(part.key).float()
+            values = part.source.read(part.key).to(self.base.device).float()
             stop = begin + before.shape[0]
             for number, row in enumerate(part.rows or ()):
                 if begin <= row < stop:
                     before[row - begin] = values[number]
         after = before
         for term in change.terms:
-            after = after + term.rows(begin, end)
+            after = after + term.rows(begin, end, self.base.device)
         return before, after
 
 

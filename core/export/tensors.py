@@ -8,13 +8,14 @@ Source: https://github.com/huggingface/safetensors (README, "Format").
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -184,8 +185,8 @@ def open_folder(folder: Path) -> FileTensors:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy where it is contiguous already."""
-    flat = tensor.contiguous().view(-1)
+    """The bytes of a tensor on any device, without a copy where it is contiguous on the CPU already."""
+    flat = tensor.contiguous().view(-1).cpu()
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
@@ -221,13 +222,32 @@ def shards_of(outputs: Sequence[Output], max_bytes: int) -> list[list[Output]]:
     return shards
 
 
+class Finished(Protocol):
+    """Remembers which files are complete."""
+
+    def take(self, name: str) -> str | None:
+        """The sha256 of a file that is there already."""
+        ...
+
+    def add(self, path: Path, sha256: str) -> None:
+        """A file is complete and on the disk."""
+        ...
+
+
 def write_shards(
-    folder: Path, outputs: Sequence[Output], *, max_bytes: int, progress: Progress | None = None
-) -> list[str]:
+    folder: Path, outputs: Sequence[Output], *, max_bytes: int, finished: Finished, progress: Progress | None = None
+) -> dict[str, str]:
     """Write ``model.safetensors``, or numbered shards and their index; one piece is in memory at a time.
 
+    Args:
+        folder: to write to.
+        outputs: the tensors in order.
+        max_bytes: of one file; a larger tensor gets a file of its own.
+        finished: files that it has are left as they are.
+        progress: called with bytes done, bytes in all, and the tensor's name.
+
     Returns:
-        The names of the files.
+        The files' names, and the sha256 of each.
 
     Raises:
         ExportError: a tensor's pieces don't add up to its size.
@@ -236,37 +256,56 @@ def write_shards(
     total = sum(output.info.nbytes for output in outputs)
     done = 0
     weight_map = {}
-    files = []
+    hashes = {}
     for number, shard in enumerate(shards, start=1):
         several = len(shards) > 1
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if several else "model.safetensors"
-        files.append(file)
-        with (folder / file).open("wb") as stream:
-            _write_header(stream, shard)
-            for output in shard:
-                weight_map[output.name] = file
-                begin = done
-                for piece in output.pieces():
-                    assert piece.dtype == output.info.dtype, (output.name, piece.dtype)
-                    stream.write(raw_bytes(piece))
-                    done += piece.numel() * piece.element_size()
-                    if progress:
-                        progress(done, total, output.name)
-                if done - begin != output.info.nbytes:
-                    raise ExportError(
-                        expected=f"{output.info.nbytes} bytes of {output.name}",
-                        got=str(done - begin),
-                        remedy="This is a defect of the export; please report it.",
-                    )
-            stream.flush()
-            os.fsync(stream.fileno())
+        weight_map.update({output.name: file for output in shard})
+        there = finished.take(file)
+        if there is None:
+
+            def report(part: int, name: str, before: int = done) -> None:
+                if progress:
+                    progress(before + part, total, name)
+
+            there = _write_shard(folder / file, shard, report)
+            finished.add(folder / file, there)
+        hashes[file] = there
+        done += sum(output.info.nbytes for output in shard)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return files
+    return hashes
 
 
-def _write_header(stream: IO[bytes], shard: Sequence[Output]) -> None:
+def _write_shard(path: Path, shard: Sequence[Output], report: Callable[[int, str], None]) -> str:
+    digest = hashlib.sha256()
+    done = 0
+    with path.open("wb") as stream:
+        header = _header(shard)
+        stream.write(header)
+        digest.update(header)
+        for output in shard:
+            begin = done
+            for piece in output.pieces():
+                assert piece.dtype == output.info.dtype, (output.name, piece.dtype)
+                data = raw_bytes(piece)
+                stream.write(data)
+                digest.update(data)
+                done += data.nbytes
+                report(done, output.name)
+            if done - begin != output.info.nbytes:
+                raise ExportError(
+                    expected=f"{output.info.nbytes} bytes of {output.name}",
+                    got=str(done - begin),
+                    remedy="This is a defect of the export; please report it.",
+                )
+        stream.flush()
+        os.fsync(stream.fileno())
+    return digest.hexdigest()
+
+
+def _header(shard: Sequence[Output]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for output in shard:
@@ -279,4 +318,4 @@ def _write_header(stream: IO[bytes], shard: Sequence[Output]) -> None:
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    stream.write(struct.pack("<Q", len(text)) + text)
+    return struct.pack("<Q", len(text)) + text

@@ -20,6 +20,8 @@ _Head = Callable[[torch.Tensor], torch.Tensor]
 class LazyLogits(torch.Tensor):
     """Logits [..., V] of ``hidden`` [..., H], not computed yet.
 
+    Until then they are in no graph: ``requires_grad`` is ``False`` and ``grad_fn`` is ``None``.
+
     Elementwise steps that models put after the head (scaling by a number, tanh, a change of dtype) are remembered
     instead of forcing the computation, so softcapped and scaled logits stay lazy.
     """
@@ -68,11 +70,16 @@ class LazyLogits(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
+        if func in _GRAPH and isinstance(first, LazyLogits) and first._real is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)  # DDP and FSDP2 look at every output: that must not compute it
         if isinstance(first, LazyLogits) and first._real is None:
             if name in ("float", "tanh") and len(args) == 1 and not kwargs:
                 return first._then(func, torch.float32 if name == "float" else None)
             if name == "to" and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
                 return first._then(lambda logits: logits.to(args[1]), args[1])
+            if name == "clone":  # DDP's, where it looks for unused parameters
+                return LazyLogits(first.hidden, first.head, first.shape[-1], first.dtype, first.steps)
             if name in _SCALAR_STEPS and len(args) == 2 and isinstance(args[1], int | float) and not kwargs:
                 return first._then(lambda logits: func(logits, args[1]))
         real = torch.utils._pytree.tree_map_only(LazyLogits, LazyLogits.materialize, (args, kwargs))
@@ -92,6 +99,10 @@ class LazyLogits(torch.Tensor):
         return self.materialize().__reduce_ex__(protocol)
 
 
+_GRAPH = {
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
+}
 _SCALAR_STEPS = {"mul", "div", "true_divide", "__mul__", "__rmul__", "__truediv__"}
 _METADATA = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ def decoder_of(causal_lm: nn.Module) -> nn.Module:
     """The module under the head: transformers' ``base_model``, or the model itself where it has none."""
     decoder = getattr(causal_lm, "base_model", causal_lm)
     return decoder if isinstance(decoder, nn.Module) else causal_lm
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether ``module`` is one of the repeated blocks that transformers checkpoints, and not the stack around them."""
+    return isinstance(module, GradientCheckpointingLayer)
 
 
 def has(module: nn.Module | None, *names: str) -> bool:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from unsloth_plugins.core.device import on
 
-_WORDS = 1024  # of eight numbers each, for one program: a thread loads 4 bytes and stores 16
+_WORDS = 2048  # of eight numbers each, for one program: a thread loads 4 bytes and stores 16
 
 
 @triton.jit
@@ -44,6 +44,6 @@ def decode_triton(blocks_RB: torch.Tensor, scales_R: torch.Tensor, out: torch.Te
     n_words = words.numel()
     with on(out.device):
         _decode_kernel[(triton.cdiv(n_words, _WORDS),)](
-            words, scales_R, out, n_words, out.stride(-2), ROW_WORDS=4 * scales_R.shape[-1], WORDS=_WORDS
+            words, scales_R, out, n_words, out.stride(-2), ROW_WORDS=4 * scales_R.shape[-1], WORDS=_WORDS, num_warps=8
         )
     return out

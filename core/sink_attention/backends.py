@@ -89,13 +89,17 @@ def resolve_backend(choice: Backend, call: Call) -> tuple[Resolved, str]:
                 got=reason,
                 remedy="Choose 'auto'.",
             )
-        return choice, "asked for"
+        return choice, _kernels(call) if choice == "triton" else "asked for"
     if prefers_fa4(call):
         return "fa4", f"flash-attn-4 {fa4_version()}, measured faster for heads of {call.head_size}"
     reason = why_not_triton(call)
     if reason is not None:
         return "reference", f"no kernel: {reason}"
-    return "triton", f"{call.dtype} on CUDA".replace("torch.", "") if call.device.type == "cuda" else "interpreted"
+    return "triton", _kernels(call)
+
+
+def _kernels(call: Call) -> str:
+    return f"{call.dtype} on CUDA".replace("torch.", "") if call.device.type == "cuda" else "interpreted"
 
 
 def why_not_triton(call: Call) -> str | None:

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from unsloth_plugins.core.device import on
 from unsloth_plugins.core.sink_attention.masks import Remembered, visible_range
 from unsloth_plugins.core.sink_attention.triton_bwd import ROWS, dq_launch, row_sums_launch
+from unsloth_plugins.core.sink_attention.triton_decode import decode
 from unsloth_plugins.core.sink_attention.triton_dkdv import dkdv_launch
 from unsloth_plugins.core.sink_attention.triton_fwd import forward_kernel, forward_launch
 from unsloth_plugins.core.sink_attention.triton_tiles import Kernel, Tile, configs, is_narrow
@@ -177,6 +178,20 @@ def sink_attention_triton(
     if scale <= 0:
         # The kernels scale after they have taken a maximum.
         q_BTHD, scale = q_BTHD * ((scale > 0) - (scale < 0)), abs(scale) or 1.0
+    inputs = (q_BTHD, k_BSKD, v_BSKD, *(() if sink_H is None else (sink_H,)))
+    if q_BTHD.shape[1] == 1 and not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        first_BS, _ = _range(documents_BS, key_mask_BS, window)
+        return decode(
+            _rows(q_BTHD),
+            _rows(k_BSKD),
+            _rows(v_BSKD),
+            None if sink_H is None else sink_H.float().contiguous(),
+            first_BS,
+            None if key_mask_BS is None else key_mask_BS.contiguous().view(torch.uint8),
+            window=window,
+            scale=scale,
+            softcap=softcap,
+        )
     return _TritonSinkAttention.apply(
         q_BTHD, k_BSKD, v_BSKD, sink_H, documents_BS, key_mask_BS, window, scale, softcap, head_groups
     )

@@ -50,7 +50,7 @@ _HOPPER: dict[tuple[Kernel, bool], dict[int, tuple[Tile, ...]]] = {
             Tile(64, 128, 4, 3),
             Tile(64, 64, 4, 3, 128),
         ),
-        128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2)),
+        128: (Tile(64, 64, 4, 3), Tile(128, 128, 8, 3), Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2)),
         256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 4, 2)),
     },
     ("forward", True): {
@@ -76,7 +76,7 @@ _HOPPER: dict[tuple[Kernel, bool], dict[int, tuple[Tile, ...]]] = {
             Tile(64, 128, 4, 3),
             Tile(64, 64, 4, 4),
         ),
-        128: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+        128: (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(128, 128, 8, 2), Tile(64, 32, 4, 3)),
         256: (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2)),
     },
     ("dq", True): {
@@ -98,7 +98,7 @@ _HOPPER: dict[tuple[Kernel, bool], dict[int, tuple[Tile, ...]]] = {
             Tile(64, 64, 4, 3, 168),
             Tile(64, 128, 8, 3),
         ),
-        128: (Tile(64, 128, 8, 2), Tile(32, 128, 8, 3), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
+        128: (Tile(32, 64, 4, 4), Tile(64, 128, 8, 3), Tile(32, 64, 4, 3), Tile(64, 128, 8, 2), Tile(32, 128, 8, 3)),
         256: (Tile(32, 64, 8, 2), Tile(32, 32, 4, 2)),
     },
     ("dkdv", True): {

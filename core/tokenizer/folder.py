@@ -40,26 +40,32 @@ def check_folder(model: str | Path) -> list[Finding]:
 
 
 def repair_folder(
-    model: str | Path, output: str | Path | None, *, chat_template: str | None = None, dry_run: bool = False
+    model: str | Path,
+    output: str | Path | None,
+    *,
+    chat_template: str | None = None,
+    add_tokens: bool = False,
+    dry_run: bool = False,
 ) -> RepairReport:
     """``repair_tokenizer`` for a folder or hub id; tokenizer, config and generation config go to a new folder.
 
     Args:
         model: folder or hub id; left as it is. Its embedding can't be grown here.
         output: must not exist. Not needed for a dry run.
-        chat_template, dry_run: see ``repair_tokenizer``.
+        chat_template, add_tokens, dry_run: see ``repair_tokenizer``.
 
     Raises:
         ExportError: no model or no tokenizer there, or ``output`` exists or is missing.
         ConfigError: see ``repair_tokenizer``.
     """
     stand_in, tokenizer = _load(model)
+    options: dict[str, Any] = dict(chat_template=chat_template, add_tokens=add_tokens)
     if dry_run:
-        return repair_tokenizer(stand_in, tokenizer, chat_template=chat_template, dry_run=True)
+        return repair_tokenizer(stand_in, tokenizer, dry_run=True, **options)
     if output is None:
         raise ExportError(expected="a folder to write to", got="none", remedy="Name one, or make a dry run.")
     with appearing(Path(output)) as place:
-        report = repair_tokenizer(stand_in, tokenizer, chat_template=chat_template)
+        report = repair_tokenizer(stand_in, tokenizer, **options)
         tokenizer.save_pretrained(place)
         stand_in.config.save_pretrained(place)
         if stand_in.generation_config is not None:

@@ -54,7 +54,12 @@ class RepairReport:
 
 
 def repair_tokenizer(
-    model_or_config: Any, tokenizer: Any, *, chat_template: str | None = None, dry_run: bool = False
+    model_or_config: Any,
+    tokenizer: Any,
+    *,
+    chat_template: str | None = None,
+    add_tokens: bool = False,
+    dry_run: bool = False,
 ) -> RepairReport:
     """Repair in place what ``check_tokenizer`` finds. A second call changes nothing; the padding side is left alone.
 
@@ -64,6 +69,7 @@ def repair_tokenizer(
         tokenizer: of transformers.
         chat_template: "chatml", "harmony" (both with generation markers) or a template's text, for a tokenizer that
             has none.
+        add_tokens: add the tokens of ChatML where the vocabulary lacks them, as Llama 2's and Mistral's do.
         dry_run: work on copies and change nothing. The embedding is not copied: its repairs are only named.
 
     Returns:
@@ -82,7 +88,7 @@ def repair_tokenizer(
     while waiting := [each for each in _order(check_tokenizer(model, tokenizer)) if _key(each) not in tried]:
         finding = waiting[0]  # one at a time: a repair may bring or settle others
         tried.add(_key(finding))
-        if change := _change(finding, model, tokenizer, chat_template):
+        if change := _change(finding, model, tokenizer, chat_template, add_tokens):
             report.done.append(f"{finding.code}: {change}")
             repaired.add(_key(finding))
     report.left = [each for each in check_tokenizer(model, tokenizer) if _key(each) not in repaired]
@@ -123,7 +129,7 @@ def _order(findings: list[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda each: order.index(each.code) if each.code in order else len(order))
 
 
-def _change(finding: Finding, model: Any, tokenizer: Any, template: str | None) -> str | None:
+def _change(finding: Finding, model: Any, tokenizer: Any, template: str | None, add_tokens: bool) -> str | None:
     """Make one repair; says what it did, or ``None`` where it did nothing."""
     if finding.code == "eos-is-not-end-of-turn":
         before, tokenizer.eos_token = tokenizer.eos_token, end_of_turn(tokenizer)
@@ -145,7 +151,7 @@ def _change(finding: Finding, model: Any, tokenizer: Any, template: str | None) 
         tokenizer.backend_tokenizer.model.byte_fallback = False
         return "byte_fallback is off"
     if finding.code == "chat-template-missing":
-        return _new_template(tokenizer, template) if template else None
+        return _new_template(tokenizer, template, add_tokens) if template else None
     if finding.code == "generation-markers-missing":
         return _markers(tokenizer)
     if finding.code == "zero-embedding":
@@ -213,17 +219,21 @@ def _one_bos(tokenizer: Any) -> str | None:
     return "one BOS is added to a text, it was two"
 
 
-def _new_template(tokenizer: Any, template: str) -> str:
+def _new_template(tokenizer: Any, template: str, add_tokens: bool) -> str:
     text, needed = KNOWN.get(template, (template, ()))
     missing = [token for token in needed if token not in tokenizer.get_vocab()]
+    added = missing if add_tokens and template == "chatml" else []
+    missing = [token for token in missing if token not in added]
     if missing or (template not in KNOWN and "{" not in template):
         raise ConfigError(
             expected=f"a chat template whose tokens the vocabulary has: {', '.join(KNOWN)}, or a template's text",
             got=f"{template!r}" + (f", without {', '.join(missing)} in the vocabulary" if missing else ""),
-            remedy="Choose the template that the model was made for.",
+            remedy="Choose the template that the model was made for, or add ChatML's tokens (--add-tokens).",
         )
+    tokenizer.add_tokens(added, special_tokens=True)
     tokenizer.chat_template = text
-    return f"the chat template is {template if template in KNOWN else 'the given one'} now"
+    now = f"the chat template is {template if template in KNOWN else 'the given one'} now"
+    return now + (f", and {', '.join(added)} are new tokens" if added else "")
 
 
 def _markers(tokenizer: Any) -> str | None:

@@ -17,6 +17,8 @@ from unsloth_plugins.core.errors import ConfigError
 _FIELDS = {field.name: field for field in dataclasses.fields(UnslothConfig)}
 _CAN_BE_OFF = ("attention", "experts", "layers", "lora", "loss")
 _OFF = "off"
+_OWN = {"quiet": (bool, False), "save_merged": (str | None, None), "merged_dtype": (str, "bf16")}
+"""Options of this adapter: type and default."""
 
 
 def uses_plugin(data: Mapping[str, Any]) -> bool:
@@ -36,12 +38,12 @@ def config_of(data: Mapping[str, Any] | None) -> UnslothConfig:
             got=repr(data),
             remedy="Remove it for the defaults.",
         )
-    options = {name: value for name, value in (data or {}).items() if name != "quiet"}
+    options = {name: value for name, value in (data or {}).items() if name not in _OWN}
     for name in options:
         if name not in _FIELDS:
-            near = get_close_matches(str(name), [*_FIELDS, "quiet"], n=1)
+            near = get_close_matches(str(name), [*_FIELDS, *_OWN], n=1)
             raise ConfigError(
-                expected=f"under `unsloth:` only {', '.join(_FIELDS)} and quiet",
+                expected=f"under `unsloth:` only {', '.join([*_FIELDS, *_OWN])}",
                 got=f"`{name}`",
                 remedy=f"Did you mean `{near[0]}`?" if near else "Remove that line.",
             )
@@ -74,7 +76,7 @@ else:
         "UnslothOptions",
         __base__=_Options,
         __module__=__name__,
-        quiet=(bool, False),
+        **_OWN,
         **{name: (_hints[name], field.default) for name, field in _FIELDS.items()},
     )
 

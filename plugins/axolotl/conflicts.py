@@ -105,12 +105,15 @@ def check_packed(data: Mapping[str, Any]) -> None:
             raise _conflict(expected, f"{key}: {_yaml(value)}", f"{key}:", why)
     if "quantization_config" in (data.get("overrides_of_model_config") or {}):
         raise _conflict(expected, "overrides_of_model_config: {quantization_config: ...}", "quantization_config:", why)
-    adapter = Path(data.get("lora_model_dir") or data.get("output_dir") or ".") / "adapter_config.json"
+    folder = Path(data.get("lora_model_dir") or data.get("output_dir") or ".")
+    adapter = folder / "adapter_config.json"
     if data.get("merge_lora") and adapter.is_file():
         adapted = json.loads(adapter.read_text(encoding="utf-8")).get("target_parameters") or []
+        merged = Path(data.get("output_dir") or ".") / "merged"  # where Axolotl would have put it
         if on_experts := [name for name in adapted if ".experts." in name]:
             raise UnsupportedError(
                 expected="an adapter on attention only, for merge-lora into an MXFP4 base",
                 got=f"one on {', '.join(on_experts)} too, which Axolotl would leave out of the result without a word",
-                remedy="Use the adapter as it is: `axolotl inference`, or PEFT on top of core.mxfp4.load_mxfp4.",
+                remedy=f"Run `unsloth-plugins merge {data['base_model']} {merged} -a {folder}` instead (with `--dtype "
+                "mxfp4` for 4 bits), or set `unsloth: {save_merged: FOLDER}` before training.",
             )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
+from axolotl.utils.distributed import is_main_process
 from axolotl.utils.logging import get_logger
 from torch import nn
-from transformers import AutoConfig, TrainerCallback
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 
 from unsloth_plugins.axolotl.args import config_of, uses_plugin
 from unsloth_plugins.axolotl.conflicts import check_config, check_packed
 from unsloth_plugins.core import apply
+from unsloth_plugins.core.export import check_model, merge_model
 from unsloth_plugins.core.mxfp4 import packed_config
-from unsloth_plugins.trainer_metrics import TrainerMetrics
+from unsloth_plugins.trainer_metrics import TrainerMetrics, report_first
 
 LOG = get_logger("axolotl.unsloth_plugins")  # Axolotl shows only loggers below its own
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
@@ -54,13 +57,39 @@ class UnslothPlugin(BasePlugin):
         """Adapters are there, the trainer and its optimizer are not. A second time changes nothing."""
         if not uses_plugin(cfg):
             return
-        applied = apply(model, config_of(cfg.unsloth))
-        if not (cfg.unsloth or {}).get("quiet"):
-            LOG.info("%s", applied.report())
+        apply(model, config_of(cfg.unsloth))
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: nn.Module) -> list[TrainerCallback]:
-        """Tokens per second, peak memory and host memory in the logs."""
-        return [TrainerMetrics()] if uses_plugin(cfg) else []
+        """The report, tokens per second, peak and host memory in the logs, and the summary.
+
+        What would prevent a merge at the end stops here.
+
+        Raises:
+            ConfigError, UnsupportedError, ExportError: see ``unsloth_plugins.core.export.check_model``.
+        """
+        if not uses_plugin(cfg):
+            return []
+        options = cfg.unsloth or {}
+        if options.get("save_merged"):
+            check_model(model, options["save_merged"], dtype=options.get("merged_dtype") or "bf16")
+        return [TrainerMetrics(quiet=bool(options.get("quiet")))]
+
+    def post_train(self, cfg: Any, model: nn.Module) -> None:
+        """Write the merged model to ``save_merged``, with the tokenizer that Axolotl put into ``output_dir``.
+
+        Axolotl calls this twice: after the last step, and after it has saved the adapter.
+        """
+        output = (cfg.unsloth or {}).get("save_merged") if uses_plugin(cfg) else None
+        if not output or not is_main_process() or Path(output).exists():
+            return
+        tokenizer = AutoTokenizer.from_pretrained(cfg.output_dir)
+        report = merge_model(model, output, dtype=cfg.unsloth.get("merged_dtype") or "bf16", tokenizer=tokenizer)
+        LOG.info("Merged model in %s", report.output)
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """The measurements reach Axolotl's integrations too."""
+        if uses_plugin(cfg):
+            report_first(trainer)
 
 
 def _is_mxfp4(cfg: dict[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """Hugging Face Trainer: ``callbacks=[UnslothCallback()]``, in ``Trainer`` and in TRL's trainers."""
 
 from unsloth_plugins.hf_trainer.callback import UnslothCallback, prepare_model
+from unsloth_plugins.trainer_metrics import report_first
 
-__all__ = ["UnslothCallback", "prepare_model"]
+__all__ = ["UnslothCallback", "prepare_model", "report_first"]

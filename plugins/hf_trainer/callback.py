@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from unsloth_plugins.core import UnslothConfig, applied_to, apply
-from unsloth_plugins.core.errors import ConflictError
+from unsloth_plugins.core.errors import ConfigError, ConflictError
+from unsloth_plugins.core.export import MergeReport, check_model, merge_model
 from unsloth_plugins.hf_trainer.conflicts import check_arguments
 from unsloth_plugins.trainer_metrics import TrainerMetrics
+
+_log = logging.getLogger(__name__)
 
 
 def prepare_model(model: nn.Module, config: UnslothConfig | None = None, **options: Any) -> nn.Module:
@@ -32,6 +37,10 @@ class UnslothCallback(TrainerMetrics):
     Args:
         config, options: as for ``unsloth_plugins.apply``. Without any, a model that was prepared with
             ``prepare_model`` keeps the options given there.
+        quiet: no report at the start, no summary at the end.
+        save_merged: a new folder, into which the merged model is written when training ends. What would prevent that is
+            an error when training begins. The adapter is saved beside it, in ``NAME-adapter``.
+        merged_dtype: "bf16", "fp16", "fp32", "mxfp4" or "nf4", see ``unsloth_plugins.core.export.merge``.
 
     Attributes:
         applied: what was done to the model, once the trainer is built.
@@ -40,8 +49,19 @@ class UnslothCallback(TrainerMetrics):
         ConfigError: an option does not exist or has a wrong value.
     """
 
-    def __init__(self, config: UnslothConfig | None = None, **options: Any) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        config: UnslothConfig | None = None,
+        *,
+        save_merged: str | Path | None = None,
+        quiet: bool = False,
+        merged_dtype: str = "bf16",
+        **options: Any,
+    ) -> None:
+        super().__init__(quiet=quiet)
+        self._merged_output = None if save_merged is None else Path(save_merged)
+        self._merged_dtype = merged_dtype
+        self._trained: dict[str, Any] = {}
         self.config = UnslothConfig.from_options(config, **options)
         self._chosen = config is not None or bool(options)
 
@@ -60,10 +80,44 @@ class UnslothCallback(TrainerMetrics):
                 got="one added since, that asks for LoRA on experts, with an optimizer that does not know it",
                 remedy="Add adapters before the trainer, or call unsloth_plugins.apply(model) right after adding them.",
             )
+        self._trained = {"model": kwargs["model"], "tokenizer": kwargs.get("processing_class"), "state": state}
+        if self._merged_output is not None:
+            check_model(kwargs["model"], self._merged_output, dtype=self._merged_dtype)
         self._apply(args, kwargs["model"])
         assert self.applied is not None
         self.applied.sync_checkpointing()
         super().on_train_begin(args, state, control, **kwargs)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Write the merged model, if that was asked for; the best checkpoint has been loaded by now, if that was."""
+        super().on_train_end(args, state, control, **kwargs)
+        if self._merged_output is not None:
+            beside = self._merged_output.with_name(f"{self._merged_output.name}-adapter")
+            self.save_merged(self._merged_output, dtype=self._merged_dtype, adapter_output=beside)
+
+    def save_merged(self, output: str | Path, *, dtype: str = "bf16", **options: Any) -> MergeReport | None:
+        """Write the merged model of the last ``train``, with the trainer's tokenizer.
+
+        Args:
+            output, dtype, options: as for ``unsloth_plugins.core.export.merge_model``.
+
+        Returns:
+            The report; ``None`` on processes other than the first, which do nothing.
+
+        Raises:
+            ConfigError: nothing was trained yet; else see ``merge_model``.
+        """
+        if not self._trained:
+            raise ConfigError(expected="a trained model", got="none", remedy="Call trainer.train() first.")
+        if not self._trained["state"].is_world_process_zero:
+            return None
+        report = merge_model(
+            self._trained["model"], output, dtype=dtype, **({"tokenizer": self._trained["tokenizer"]} | options)
+        )
+        _log.info("Merged model in %s", report.output)
+        return report
 
     def _apply(self, args: TrainingArguments, model: nn.Module) -> None:
         before = applied_to(model)

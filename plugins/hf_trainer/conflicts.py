@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+from accelerate.state import AcceleratorState, is_initialized
 from transformers import TrainingArguments
 
 from unsloth_plugins.core.config import UnslothConfig
@@ -28,13 +30,14 @@ def check_arguments(args: TrainingArguments, config: UnslothConfig) -> None:
             got="torch_compile=True beside UnslothCallback",
             remedy="Remove torch_compile=True; patched forwards and offloaded checkpointing break its graph.",
         )
-    for name, variable in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
-        if getattr(args, name, None) or os.environ.get(variable, "").lower() in ("1", "true"):
-            raise ConflictError(
-                expected="whole parameters on each process",
-                got=f"{name}, which shards them, beside UnslothCallback",
-                remedy="Use data parallelism: `torchrun --nproc-per-node N` without a sharding plugin.",
-            )
+    if getattr(args, "deepspeed", None) or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true"):
+        raise ConflictError(
+            expected="parameters held by torch: whole (DDP) or sharded by FSDP2",
+            got="deepspeed, which brings an engine of its own, beside UnslothCallback",
+            remedy="Launch with `torchrun --nproc-per-node N`, or with FSDP2 (`fsdp_config={'version': 2}`).",
+        )
+    if getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        _check_fsdp(args)
     if getattr(args, "activation_offloading", False):
         raise ConflictError(
             expected="one owner of offloaded activations",
@@ -54,6 +57,25 @@ def check_arguments(args: TrainingArguments, config: UnslothConfig) -> None:
             got="gradient_checkpointing_kwargs={'use_reentrant': True}",
             remedy="Set it to {'use_reentrant': False} or leave it out, "
             "or keep it with UnslothCallback(gradient_checkpointing=False).",
+        )
+
+
+def _check_fsdp(args: TrainingArguments) -> None:
+    """Whoever asked for it, accelerate holds the settings in force; where it is not set up yet, the arguments do."""
+    plugin: Any = getattr(AcceleratorState(), "fsdp_plugin", None) if is_initialized() else None
+    given = getattr(args, "fsdp_config", None) or {}
+    version = plugin.fsdp_version if plugin is not None else given.get("version", os.environ.get("FSDP_VERSION", 1))
+    if int(version) != 2:
+        raise ConflictError(
+            expected="FSDP2, which shards each parameter by itself",
+            got="fsdp version 1, which flattens them and can't hold packed ones, beside UnslothCallback",
+            remedy="Set fsdp_config={'version': 2}, or `fsdp_version: 2` in accelerate's config.",
+        )
+    if plugin is not None and plugin.activation_checkpointing:
+        raise ConflictError(
+            expected="one owner of checkpointed activations",
+            got="activation_checkpointing in fsdp's settings beside UnslothCallback",
+            remedy="Remove it there and set gradient_checkpointing=True.",
         )
 
 

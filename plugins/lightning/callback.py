@@ -18,10 +18,14 @@ _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 class MetricsMixin:
     """Logs ``tokens_per_s``, ``peak_memory_gib`` and ``host_gib`` of this process, to the progress bar and the loggers.
 
+    Sums up when training ends, through ``_info``, which prints on the first process.
+
     The values are renewed about once a second of training time: a device has to be waited for.
     """
 
     applied: tuple[Applied, ...] = ()
+    quiet = False
+    _info: Callable[[str], None]
     _meter: Meter | None = None
     _last: dict[str, float] | None = None
 
@@ -43,11 +47,15 @@ class MetricsMixin:
         if not trainer.barebones:
             pl_module.log_dict(self._last, prog_bar=True, on_step=True, on_epoch=False)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Sum up."""
+        assert self._meter is not None
+        if not self.quiet:
+            self._info(self._meter.summary())
+
 
 class CallbackMixin(MetricsMixin):
-    """Everything that ``UnslothCallback`` does. ``_info`` prints on rank 0."""
-
-    _info: Callable[[str], None]
+    """Everything that ``UnslothCallback`` does."""
 
     def __init__(self, config: UnslothConfig | None = None, *, quiet: bool = False, **options: Any) -> None:
         super().__init__()

@@ -7,13 +7,15 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from unsloth_plugins.lightning.callback import CallbackMixin, MetricsMixin
-from unsloth_plugins.lightning.strategy import StrategyMixin
+from unsloth_plugins.lightning.strategy import ShardingMixin, StrategyMixin
 
-__all__ = ["UnslothCallback", "UnslothDDPStrategy", "UnslothStrategy"]
+__all__ = ["UnslothCallback", "UnslothDDPStrategy", "UnslothFSDPStrategy", "UnslothStrategy"]
 
 
 class UnslothMetrics(MetricsMixin, Callback):
     """The metrics alone; the strategies bring it along."""
+
+    _info = staticmethod(rank_zero_info)
 
 
 class UnslothCallback(CallbackMixin, Callback):
@@ -23,7 +25,7 @@ class UnslothCallback(CallbackMixin, Callback):
 
     Args:
         config, options: as for ``unsloth_plugins.apply``.
-        quiet: no report at the start.
+        quiet: no report at the start, no summary at the end.
 
     Attributes:
         applied: what was done to each model.
@@ -41,7 +43,7 @@ class UnslothStrategy(StrategyMixin, DDPStrategy):
     Args:
         config, options: as for ``unsloth_plugins.apply``; beyond those, keyword arguments of Lightning's
             ``DDPStrategy`` and torch's ``DistributedDataParallel``.
-        quiet: no report at the start.
+        quiet: no report at the start, no summary at the end.
 
     Attributes:
         applied: what was done to each model, once the trainer runs.
@@ -60,3 +62,18 @@ class UnslothDDPStrategy(UnslothStrategy):
     """``Trainer(strategy="unsloth_ddp")``: DDP, with one process too."""
 
     alone_without_ddp = False
+
+
+class UnslothFSDPStrategy(ShardingMixin, UnslothStrategy):
+    """``Trainer(strategy="unsloth_fsdp")``: parameters sharded by FSDP2, packed ones as they are.
+
+    Checkpoints are those of the other strategies, and can be resumed with any number of processes. The module stays
+    sharded after the run.
+
+    Args:
+        config, options, quiet: as for ``UnslothStrategy``.
+
+    Raises:
+        ConfigError: an option does not exist or has a wrong value.
+        UnsupportedError: a precision, an optimizer or a way to optimize that would give wrong results.
+    """

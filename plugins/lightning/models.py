@@ -87,3 +87,18 @@ def check_precision(plugin: Any) -> None:
             got=f"precision={precision!r}{why}",
             remedy="Use precision='bf16-mixed', or 'bf16-true' for a base in 16 bits.",
         )
+
+
+def check_sharded_precision(plugin: Any) -> None:
+    """As ``check_precision``, for FSDP2.
+
+    Raises:
+        UnsupportedError: naming the argument to change.
+    """
+    check_precision(plugin)
+    if str(plugin.precision) == "16-mixed":
+        raise UnsupportedError(
+            expected="a precision without a gradient scaler under strategy='unsloth_fsdp'",
+            got="precision='16-mixed', whose scaler has not been tried on sharded gradients",
+            remedy="Use precision='bf16-mixed', or strategy='unsloth_ddp'.",
+        )

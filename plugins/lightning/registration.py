@@ -21,7 +21,11 @@ ROOTS = {
     "lightning.pytorch": "unsloth_plugins.lightning.for_lightning",
     "pytorch_lightning": "unsloth_plugins.lightning.for_pytorch_lightning",
 }
-STRATEGIES = {"unsloth": "UnslothStrategy", "unsloth_ddp": "UnslothDDPStrategy"}
+STRATEGIES = {
+    "unsloth": "UnslothStrategy",
+    "unsloth_ddp": "UnslothDDPStrategy",
+    "unsloth_fsdp": "UnslothFSDPStrategy",
+}
 _SUFFIX = ".strategies"
 
 logger = logging.getLogger("unsloth_plugins")
@@ -32,22 +36,12 @@ def _create(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)()
 
 
-def _refuse_fsdp() -> Any:
-    from unsloth_plugins.core.errors import UnsupportedError
-
-    raise UnsupportedError(
-        expected="whole parameters on each process",
-        got="strategy='unsloth_fsdp', which would shard them",
-        remedy="Use strategy='unsloth_ddp': the base is frozen and packed, so each process can hold it whole.",
-    )
-
-
 def register(root: str) -> None:
     """Add our names to the registry of ``root``, whose ``strategies`` are imported. A second time changes nothing."""
     registry = sys.modules[root + _SUFFIX].StrategyRegistry
-    factories = {name: functools.partial(_create, ROOTS[root], of) for name, of in STRATEGIES.items()}
-    for name, factory in {**factories, "unsloth_fsdp": _refuse_fsdp}.items():
+    for name, of in STRATEGIES.items():
         if name not in registry:
+            factory = functools.partial(_create, ROOTS[root], of)
             registry.register(name, factory, description="unsloth-plugins: long context, low memory")
 
 

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
 from unsloth_plugins.core import Applied, UnslothConfig
-from unsloth_plugins.core.errors import ModelError
+from unsloth_plugins.core.errors import ConfigError, ModelError, UnsupportedError
+from unsloth_plugins.core.export import MergeReport, merge_model
 from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import add_missing_adapters
 from unsloth_plugins.lightning.callback import MetricsMixin
-from unsloth_plugins.lightning.models import apply_to_module, causal_lms, check_precision, report_of
+from unsloth_plugins.lightning.models import (
+    apply_to_module,
+    causal_lms,
+    check_precision,
+    check_sharded_precision,
+    report_of,
+)
 from unsloth_plugins.lightning.options import split, with_options_in_signature
+from unsloth_plugins.lightning.sharding import shard, sharded_state, whole
 
+_NOT_BROADCAST = "_ddp_params_and_buffers_to_ignore"  # torch's name
 _Base: Any = object  # each root's DDPStrategy comes in beside it
 
 
@@ -75,7 +88,7 @@ class StrategyMixin(_Base):
         if trainer.state.fn == "fit":
             self._note_trained()
             self._metrics = self.metrics_class()
-            self._metrics.applied = self.applied
+            self._metrics.applied, self._metrics.quiet = self.applied, self.quiet
             trainer.callbacks.insert(0, self._metrics)  # ahead of the progress bar, which shows what is logged
 
     def model_to_device(self) -> None:
@@ -90,6 +103,24 @@ class StrategyMixin(_Base):
             self._trainer.callbacks.remove(self._metrics)
         self._metrics = self._trainer = None
         super().teardown()
+
+    # --- results
+
+    def save_merged(self, output: str | Path, *, dtype: str = "bf16", **options: Any) -> MergeReport | None:
+        """Write the merged model of the PEFT model in the module: ``trainer.strategy.save_merged("merged")`` after fit.
+
+        Args:
+            output, dtype, options: as for ``unsloth_plugins.core.export.merge_model``, such as ``tokenizer``.
+
+        Returns:
+            The report; ``None`` on processes other than the first, which do nothing.
+
+        Raises:
+            ConfigError: there is no module yet, or no PEFT model in it; else see ``merge_model``.
+        """
+        if self.lightning_module is None:
+            raise ConfigError(expected="a trained module", got="none", remedy="Call trainer.fit first.")
+        return merge_model(self.lightning_module, output, dtype=dtype, **options) if self.is_global_zero else None
 
     # --- checkpoints
 
@@ -137,6 +168,87 @@ class StrategyMixin(_Base):
             for name, p in _named_parameters(self.lightning_module)
             if not p.requires_grad and name not in self._trained
         }
+
+
+class ShardingMixin(StrategyMixin):
+    """What ``UnslothFSDPStrategy`` does instead of DDP: FSDP2. Checkpoints are whole files, those of the others.
+
+    It derives from DDP for the processes, the samplers and the order of things; there is no wrapper.
+    """
+
+    alone_without_ddp = False
+
+    def _configure_launcher(self) -> None:
+        check_sharded_precision(self.precision_plugin)
+        super()._configure_launcher()
+
+    def model_to_device(self) -> None:
+        """Shard, unit by unit, in place of moving everything; then apply."""
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            raise UnsupportedError(
+                expected="automatic optimization under strategy='unsloth_fsdp'",
+                got="automatic_optimization = False",
+                remedy="Use strategy='unsloth_ddp': FSDP has to see the end of training_step before backward.",
+            )
+        for model in causal_lms(module):
+            add_missing_adapters(recognise(model))  # parameters can't be added to what is sharded
+        shard(module, init_device_mesh(self.root_device.type, (self.world_size,)))
+        names = [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]
+        module.__dict__[_NOT_BROADCAST] = names  # Lightning would, where it does not fit
+        self.applied = apply_to_module(module, self.config)
+
+    def setup(self, trainer: Any) -> None:
+        """As without sharding, except that there is nothing to broadcast: each process holds a part of its own."""
+        try:
+            super().setup(trainer)
+        finally:
+            self.lightning_module.__dict__.pop(_NOT_BROADCAST, None)
+
+    def configure_ddp(self) -> None:
+        """Nothing: the parameters bring their communication with them."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Lightning's; optimizers whose kernels don't know sharded parameters are refused."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if type(optimizer).__module__.startswith("bitsandbytes"):
+                raise UnsupportedError(
+                    expected="an optimizer for sharded parameters, such as torch.optim.AdamW",
+                    got=f"bitsandbytes' {type(optimizer).__name__}, whose kernels take whole ones",
+                    remedy="Use torch.optim.AdamW: its states are sharded too. Or use strategy='unsloth_ddp'.",
+                )
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """What was trained, whole, on the CPU."""
+        state: dict[str, Any] = whole(super().lightning_module_state_dict())
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Whole, on the CPU."""
+        state: dict[str, Any] = whole(super().optimizer_state(optimizer))
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """As with whole parameters, where the module is not sharded yet.
+
+        Raises:
+            UnsupportedError: it is, by a former run.
+        """
+        if isinstance(self.lightning_module, FSDPModule):
+            raise UnsupportedError(
+                expected="a LightningModule as it was built, to restore a checkpoint into",
+                got="one that a former run has sharded",
+                remedy="Build it anew and pass ckpt_path again.",
+            )
+        super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Each process keeps its part."""
+        pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        for optimizer, state in pairs:
+            optimizer.load_state_dict(sharded_state(optimizer, state))
 
 
 def _named_parameters(module: Any) -> list[tuple[str, Any]]:

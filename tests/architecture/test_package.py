@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -107,13 +108,17 @@ def test_the_import_check_can_fail(tmp_path: Path) -> None:
 
 # argv: the statement to run between two snapshots. Prints the names that changed, one a line.
 SNAPSHOT = """
-import importlib, inspect, sys, types
+import importlib, importlib.util, inspect, sys, types
 
 WATCHED = [
     "torch", "torch.nn.functional", "torch.utils.checkpoint", "transformers.modeling_utils", "transformers.trainer",
     "transformers.models.gpt_oss.modeling_gpt_oss", "peft", "lightning.pytorch", "lightning.pytorch.strategies",
-    "pytorch_lightning", "pytorch_lightning.strategies",
+    "pytorch_lightning", "pytorch_lightning.strategies", "trl.trainer.base_trainer", "trl.trainer.sft_trainer",
+    "axolotl.integrations.base", "axolotl.core.trainers.base", "axolotl.loaders.model", "axolotl.utils.schemas.config",
 ]
+WATCHED = [name for name in WATCHED if importlib.util.find_spec(name.partition(".")[0])]
+if importlib.util.find_spec("axolotl") and importlib.util.find_spec("axolotl.integrations") is None:
+    WATCHED = [name for name in WATCHED if not name.startswith("axolotl.")]  # a folder of that name
 for name in WATCHED:
     importlib.import_module(name)
 
@@ -158,7 +163,24 @@ def changed_by(statement: str) -> list[str]:
 
 def test_import_patches_nothing() -> None:
     names = ("", ".core", ".autoload", ".hf_trainer", ".lightning.for_lightning", ".lightning.for_pytorch_lightning")
+    if find_spec("axolotl.integrations" if find_spec("axolotl") else "axolotl") is not None:
+        names += (".axolotl",)
     assert changed_by("\n".join(f"import unsloth_plugins{name}" for name in names)) == []
+
+
+@pytest.mark.slow
+def test_apply_and_undo_patch_nothing_global() -> None:
+    """Nor does applying, while it lasts."""
+    use = (
+        "sys.path.insert(0, 'tests')\n"
+        "from conftest import batch_of, tiny_gpt_oss, tiny_llama\n"
+        "from unsloth_plugins import apply\n"
+        "from unsloth_plugins.core.mxfp4 import pack_experts\n"
+        "for model in (tiny_gpt_oss(), pack_experts(tiny_gpt_oss()), tiny_llama()):\n"
+        "    applied = apply(model.train(), gradient_checkpointing=True)\n"
+        "    model(**batch_of(1, 9)).loss.backward()\n"
+    )
+    assert changed_by(use) == changed_by(use + "    applied.undo()\n") == []
 
 
 def test_the_patch_check_can_fail() -> None:

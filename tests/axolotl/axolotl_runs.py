@@ -87,14 +87,18 @@ def config(folder: Path, **options: Any) -> dict[str, Any]:
     return {key: value for key, value in (settings | options).items() if value is not None}
 
 
-def axolotl(command: str, settings: dict[str, Any], folder: Path, *arguments: str, check: bool = True) -> str:
-    """Standard output and error of ``axolotl <command>``."""
+def axolotl(
+    command: str, settings: dict[str, Any], folder: Path, *arguments: str, check: bool = True, answers: str = ""
+) -> str:
+    """Standard output and error of ``axolotl <command>``, with ``answers`` typed in."""
     path = folder / "config.yml"
     path.write_text(yaml.safe_dump(settings))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = ["--launcher", "python"] if command == "train" else []
-    line = [sys.executable, "-m", "axolotl.cli.main", command, str(path), *launcher, *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, env=env, cwd=folder)
+    env["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), env.get("PATH", "")))  # torchrun
+    if command in ("train", "inference") and "--launcher" not in arguments:
+        arguments = ("--launcher", "python", *arguments)
+    line = [sys.executable, "-m", "axolotl.cli.main", command, str(path), *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, env=env, cwd=folder, input=answers)
     assert not check or done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 

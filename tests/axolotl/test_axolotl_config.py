@@ -73,7 +73,8 @@ def test_the_schema_refuses_by_itself_too() -> None:
 def test_every_option_is_in_the_schema() -> None:
     from unsloth_plugins.axolotl.args import UnslothOptions
 
-    assert set(UnslothOptions.model_fields) == {*UnslothConfig.__dataclass_fields__, "quiet"}
+    own = {"quiet", "save_merged", "merged_dtype"}
+    assert set(UnslothOptions.model_fields) == {*UnslothConfig.__dataclass_fields__, *own}
 
 
 @pytest.mark.parametrize(

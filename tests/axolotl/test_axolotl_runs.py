@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from axolotl_runs import axolotl, config, losses, state, write_adapter, write_assets
+from axolotl_runs import PLUGIN, axolotl, config, losses, state, write_adapter, write_assets
 from conftest import tiny_gpt_oss, tiny_llama
 from safetensors.torch import load_file
 
@@ -29,7 +33,7 @@ def test_the_plugin_line_is_enough_and_gives_the_same_curve(make: Any, tmp_path:
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "stock"), abs=2e-5)
     (first, *_) = state(tmp_path / "out")["log_history"]
     assert first["tokens_per_s"] > 0 and first["peak_memory_gib"] > 0 and first["host_gib"] > 0
-    assert printed.count("unsloth-plugins on ") == 1
+    assert printed.count("unsloth-plugins on ") == 1 and printed.count("unsloth-plugins: ") == 1
 
 
 def test_sample_packing_evaluation_and_quiet(tmp_path: Path) -> None:
@@ -38,7 +42,7 @@ def test_sample_packing_evaluation_and_quiet(tmp_path: Path) -> None:
     printed = axolotl("train", config(tmp_path, unsloth={"quiet": True}, **options, **SAVE), tmp_path)
     logs = state(tmp_path / "out")["log_history"]
     assert len([log for log in logs if "loss" in log]) == 3 and any("eval_loss" in log for log in logs)
-    assert "unsloth-plugins on " not in printed
+    assert "unsloth-plugins on " not in printed and "unsloth-plugins: " not in printed
 
 
 def test_case_25_one_step_on_a_packed_base(tmp_path: Path) -> None:
@@ -87,3 +91,91 @@ def test_preprocess_then_train_with_accumulation(tmp_path: Path) -> None:
     axolotl("preprocess", settings, tmp_path)
     axolotl("train", settings, tmp_path)
     assert len(losses(tmp_path / "out")) == 3
+
+
+def test_the_merged_model_is_saved_at_the_end_and_by_the_command_that_a_refusal_names(tmp_path: Path) -> None:
+    write_assets(tmp_path, pack_experts(tiny_gpt_oss()))
+    options: dict[str, Any] = dict(lora_target_modules=EXPERTS, **SAVE)
+    options["unsloth"] = {"save_merged": str(tmp_path / "merged"), "merged_dtype": "fp32"}
+    printed = axolotl("train", config(tmp_path, **options), tmp_path)
+    assert f"Merged model in {tmp_path / 'merged'}" in printed
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    refusal = axolotl("merge-lora", config(tmp_path, attn_implementation=None, **options), tmp_path, check=False)
+    command = re.search(r"`unsloth-plugins (merge [^`]+)`", refusal)
+    assert command, refusal[-3000:]
+    main = [sys.executable, "-m", "unsloth_plugins", *command[1].split(), "--dtype", "fp32", "--json"]
+    done = subprocess.run(main, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    again = load_file(tmp_path / "out" / "merged" / "model.safetensors")
+    assert again.keys() == merged.keys() and all(torch.equal(again[name], merged[name]) for name in again)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_two_ranks_train_as_one_with_all_the_batches(
+    packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+    def make() -> Any:
+        return pack_experts(tiny_gpt_oss()) if packed else tiny_llama()
+
+    write_assets(tmp_path, make())
+    start = {"lora_model_dir": write_adapter(tmp_path, make(), EXPERTS)}
+    options: dict[str, Any] = dict(micro_batch_size=1, optimizer="sgd", max_grad_norm=1e9, **start, **SAVE)
+    one, two = tmp_path / "one", tmp_path / "two"
+    axolotl("train", config(tmp_path, output_dir=str(one), gradient_accumulation_steps=2, **options), tmp_path)
+    launch = ("--launcher", "torchrun", "--", "--standalone", "--nproc-per-node=2")
+    plugins = [PLUGIN, "cpu_ranks.CpuRanks"]
+    printed = axolotl("train", config(tmp_path, output_dir=str(two), plugins=plugins, **options), tmp_path, *launch)
+    assert losses(two) == pytest.approx(losses(one), abs=1e-5) and len(losses(two)) == 3
+    both = [load_file(folder / "adapter_model.safetensors") for folder in (two, one)]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-6)  # SGD: also the gradients
+    assert printed.count("unsloth-plugins on ") == 1
+
+
+def test_merge_lora_and_inference(tmp_path: Path) -> None:
+    """The plugin changes neither: the merged model is base plus adapter, and an adapter answers."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    write_assets(tmp_path, tiny_llama())
+    settings = config(tmp_path, lora_model_dir=write_adapter(tmp_path, tiny_llama(), ["q_proj", "v_proj"]))
+    axolotl("train", settings, tmp_path)
+    trained = {"lora_model_dir": str(tmp_path / "out")}
+    axolotl("merge-lora", settings | trained, tmp_path)
+    ids = torch.arange(3, 20)[None]
+    adapted = PeftModel.from_pretrained(tiny_llama(), tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=0, atol=1e-2)
+        assert (merged(ids).logits - tiny_llama()(ids).logits).abs().max() > 1e-2
+    said = axolotl("inference", settings | trained, tmp_path, answers="the quick")
+    assert "Traceback" not in said
+
+
+def test_qlora_with_bitsandbytes(tmp_path: Path) -> None:
+    write_assets(tmp_path, tiny_llama())
+    start = {"lora_model_dir": write_adapter(tmp_path, tiny_llama(), ["q_proj", "v_proj"])}
+    options: dict[str, Any] = dict(adapter="qlora", load_in_4bit=True, **start, **SAVE)
+    stock = config(tmp_path, plugins=None, output_dir=str(tmp_path / "stock"), lora_mlp_kernel=False, **options)
+    stock |= {"lora_qkv_kernel": False, "lora_o_kernel": False, "lora_embedding_kernel": False}
+    axolotl("train", stock, tmp_path)
+    printed = axolotl("train", config(tmp_path, **options), tmp_path)
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "stock"), abs=2e-3)
+    assert "chunked cross entropy" in printed
+
+
+def test_case_15_accumulation_weighs_tokens_not_batches(tmp_path: Path) -> None:
+    """The lines of text have different lengths."""
+    write_assets(tmp_path, tiny_gpt_oss())
+    options: dict[str, Any] = dict(optimizer="sgd", max_grad_norm=1e9, max_steps=2, save_strategy="steps", save_steps=2)
+    options["lora_model_dir"] = write_adapter(tmp_path, tiny_gpt_oss(), EXPERTS)
+    for batch, accumulate in ((4, 1), (1, 4)):
+        sizes = dict(micro_batch_size=batch, gradient_accumulation_steps=accumulate)
+        axolotl("train", config(tmp_path, output_dir=str(tmp_path / str(batch)), **sizes, **options), tmp_path)
+    assert losses(tmp_path / "4") == pytest.approx(losses(tmp_path / "1"), abs=1e-5)
+    both = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("4", "1")]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-6)

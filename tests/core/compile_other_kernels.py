@@ -1,4 +1,4 @@
-"""Compile the kernels of experts, layers, MXFP4 and the loss; run as a script, in a process without the interpreter.
+"""Compile all kernels but those over blocks of attention; run as a script, in a process without the interpreter.
 
 Arguments: compute capability and dtype. Prints one JSON object a kernel: shared memory of a program and spilled bytes.
 """
@@ -19,6 +19,7 @@ from unsloth_plugins.core.layers.triton_norm import rms_norm_backward, rms_norm_
 from unsloth_plugins.core.layers.triton_rope import rope_launch
 from unsloth_plugins.core.loss.kernel import chunk_loss_in_place
 from unsloth_plugins.core.mxfp4.kernel import decode_triton
+from unsloth_plugins.core.sink_attention.triton_decode import decode
 
 launched: list[tuple[Any, int, dict[str, Any]]] = []
 
@@ -53,6 +54,10 @@ def launch_all(dtype: torch.dtype) -> None:
     kernels.combine(empty(rows, hidden), place, out, index_NK=place, weight_NK=weight, bias_EH=empty(experts, hidden))
     blocks, scales = empty(experts, hidden, 90, 16, of=torch.uint8), empty(experts, hidden, 90, of=torch.uint8)
     decode_triton(blocks, scales, empty(experts, hidden, hidden + rank)[..., :hidden])
+    query, cache, heads = empty(1, 1, 64, 64), empty(1, tokens, 8, 64), empty(64, of=torch.float32)
+    first, seen = empty(1, tokens, of=torch.int32), empty(1, tokens, of=torch.uint8)
+    for row, softcap in (((None, None, None), None), ((heads, first, seen), 30.0)):
+        decode(query, cache, cache, *row, window=None, scale=0.125, softcap=softcap)
     logits, labels = empty(512, 201_088), empty(512, of=torch.int64)
     for factor in (None, empty(of=torch.float32)):
         for grad in (True, False):

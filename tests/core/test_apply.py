@@ -336,7 +336,14 @@ class TestErrors:
             UnslothConfig.from_options(gradient_checkpoint=True)
 
     @pytest.mark.parametrize(
-        "options", [{"attention": "fast"}, {"loss_chunk_mib": 0}, {"gradient_checkpointing": 1}, {"offload": "yes"}]
+        "options",
+        [
+            {"attention": "fast"},
+            {"loss_chunk_mib": 0},
+            {"gradient_checkpointing": 1},
+            {"memory_policy": "yes"},
+            {"host_memory_gib": 0},
+        ],
     )
     def test_wrong_value(self, options: dict[str, object]) -> None:
         with pytest.raises(ConfigError, match=next(iter(options))):

@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_same_loss_and_gradients_as_stock(make) -> None:  # type: ignore[no-untyped-def]
     ref = make().cuda()
     ours = copy.deepcopy(ref)
-    applied = apply(ours, attention="triton", gradient_checkpointing=True, offload=True, offload_min_bytes=0)
+    applied = apply(
+        ours, attention="triton", gradient_checkpointing=True, memory_policy="offload_all", offload_min_bytes=0
+    )
     assert "triton sink attention (float32 on CUDA)" in applied.report()
     batch = {name: tensor.cuda() for name, tensor in batch_of(2, 33).items()}
     want, got = loss_and_grads(ref, **batch), loss_and_grads(ours, **batch)
@@ -34,14 +36,14 @@ def test_nothing_is_copied_while_there_is_plenty_of_memory() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     x = torch.randn(1 << 20, device="cuda")
     store = HostStore("auto", min_bytes=0)
-    assert HostStore.unpack(store.pack(x)) is x and store.total_bytes == 0
+    assert HostStore.unpack(store.pack(x)).data_ptr() == x.data_ptr() and store.total_bytes == 0
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() * 1.9) / total)
     try:
         moved = store.pack(x)
         assert store.held_bytes == x.numel() * 4
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert torch.equal(HostStore.unpack(moved), x) and HostStore.unpack(moved) is not x
+    assert torch.equal(HostStore.unpack(moved), x)
 
 
 def test_offloading_frees_the_device_and_changes_no_bit() -> None:
@@ -59,7 +61,7 @@ def test_offloading_frees_the_device_and_changes_no_bit() -> None:
         grads = torch.autograd.grad(y.square().mean(), [x, *(p for block in blocks for p in block.parameters())])
         results.append((held, [g.cpu() for g in grads]))
     one = 16384 * 1024 * 4
-    assert results[0][0] >= 8 * one and results[1][0] <= 2 * one
+    assert results[0][0] >= 8 * one and results[1][0] <= 3 * one  # the output, and two that are on their way
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 

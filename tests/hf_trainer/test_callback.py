@@ -218,7 +218,7 @@ def test_prepare_model_keeps_its_options(tmp_path: Path) -> None:
     [
         ({"use_liger_kernel": True}, "use_liger_kernel"),
         ({"torch_compile": True}, "torch_compile"),
-        ({"fsdp": ["full_shard"]}, "fsdp"),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp version 1"),
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "deepspeed"),
         ({"activation_offloading": True}, "activation_offloading"),
         (
@@ -240,11 +240,22 @@ def test_conflicts_are_refused_before_anything_changes(options, word, tmp_path, 
     assert applied_to(model) is None
 
 
+def test_fsdp_asked_for_by_accelerates_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args = lora(tiny_llama()), arguments(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(ConflictError, match="fsdp_version: 2"):
+        UnslothCallback().on_init_end(args, None, None, model=model)  # type: ignore[arg-type]
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    UnslothCallback().on_init_end(args, None, None, model=model)  # type: ignore[arg-type]
+    assert applied_to(model) is not None
+
+
 def test_another_trainer_with_other_options_after_mixed_precision(tmp_path: Path) -> None:
     """accelerate leaves its autocast wrapper around the patched forward, and undo leaves it to accelerate."""
     model = lora(tiny_llama())
     run(model, tmp_path, True, bf16=True)
-    callback = UnslothCallback(offload=False, loss_chunk_mib=8)
+    callback = UnslothCallback(memory_policy="on_device", loss_chunk_mib=8)
     trainer = Trainer(model, arguments(tmp_path), train_dataset=Rows([24] * 8), callbacks=[callback])
     trainer.train()
     assert len(curve(trainer)) == 3 and "chunked cross entropy, 8 MiB" in callback.applied.report()

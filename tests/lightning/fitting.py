@@ -53,6 +53,9 @@ def module_of(pl: Any, make: Any, late: bool = False) -> Any:
         def validation_step(self, batch: dict[str, torch.Tensor]) -> None:
             self.log("val_loss", self.model(**batch).loss)
 
+        def test_step(self, batch: dict[str, torch.Tensor]) -> None:
+            self.log("test_loss", self.model(**batch).loss)
+
         def predict_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             return self.model(input_ids=batch["input_ids"]).logits.argmax(-1)
 

@@ -23,15 +23,19 @@ def run(root: str, strategy: str, devices: int, accumulate: int, folder: Path) -
     return done.stderr
 
 
-@pytest.mark.parametrize("strategy", ["unsloth", "unsloth_ddp"])
+@pytest.mark.parametrize("strategy", ["unsloth", "unsloth_ddp", "unsloth_fsdp"])
 @pytest.mark.parametrize("root", ROOTS)
 def test_ranks_agree_and_gradients_are_the_mean(root: str, strategy: str, tmp_path: Path) -> None:
     root_of(root)
     printed = run(root, strategy, 2, 1, tmp_path / "two")
-    assert printed.count("unsloth-plugins on GptOss") == 1  # rank 0 only
-    run(root, strategy, 1, 2, tmp_path / "one")
-    first, second = (torch.load(tmp_path / "two" / f"rank{rank}.pt") for rank in (0, 1))
-    alone = torch.load(tmp_path / "one" / "rank0.pt")
+    runs = 6 if strategy == "unsloth_fsdp" else 1
+    assert printed.count("unsloth-plugins on GptOss") == runs  # rank 0 only
+    run(root, "unsloth", 1, 2, tmp_path / "one")
+    both = [torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+    assert all(each["n_packed"] == 4 * 4 for each in both)
+    assert [each["held"] for each in both] == [{0.5 if strategy == "unsloth_fsdp" else 1.0}] * 2
+    first, second = (each["trained"] for each in both)
+    alone = torch.load(tmp_path / "one" / "rank0.pt", weights_only=False)["trained"]
     assert len(first) == 4 * (2 + 2) * 2 and first.keys() == second.keys() == alone.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     torch.testing.assert_close(first, alone, rtol=0, atol=1e-6)

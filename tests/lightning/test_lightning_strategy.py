@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from conftest import batch_of, tiny_gpt2, tiny_gpt_oss, tiny_llama
 from fitting import ROOTS, batches, classes, lora, module_of, root_of, trainer_of
 from torch.utils.data import DataLoader, RandomSampler
+from transformers import LlamaForCausalLM
 
 import unsloth_plugins.lightning  # noqa: F401
 from unsloth_plugins.core import UnslothConfig, applied_to
@@ -32,10 +34,27 @@ def test_the_name_alone_is_enough_and_gives_the_same_curve(make, tmp_path: Path)
     assert ours == pytest.approx(stock, abs=2e-5) and len(ours) == 3
 
 
-@pytest.mark.parametrize(("precision", "rel"), [("bf16-mixed", 5e-3), ("bf16-true", 2e-2), ("64-true", 1e-6)])
+PRECISIONS = [("32-true", 1e-5), ("bf16-mixed", 5e-3), ("bf16-true", 2e-2), ("64-true", 1e-6)]
+
+
+@pytest.mark.parametrize(("precision", "rel"), PRECISIONS)
 def test_precisions(precision: str, rel: float, tmp_path: Path) -> None:
     stock, ours = (curve(lambda: lora(tiny_llama()), tmp_path, s, precision=precision) for s in ("auto", "unsloth"))
     assert ours == pytest.approx(stock, rel=rel)
+
+
+def test_mixed_float16_on_a_cpu_is_lightnings_bfloat16(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="bf16-mixed"):
+        trainer = trainer_of(pl, tmp_path, strategy="unsloth", precision="16-mixed")
+    assert trainer.precision == "bf16-mixed"
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_accumulation_and_clipping_agree_with_stock(algorithm: str, tmp_path: Path) -> None:
+    limit = 0.05 if algorithm == "norm" else 0.001
+    options = dict(accumulate_grad_batches=2, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
+    stock, ours = (curve(lambda: lora(tiny_gpt_oss()), tmp_path, s, **options) for s in ("auto", "unsloth"))
+    assert ours == pytest.approx(stock, abs=2e-5) and len(ours) == 6
 
 
 def test_float16_weights_are_refused_when_the_trainer_is_built(tmp_path: Path) -> None:
@@ -49,7 +68,7 @@ def test_case_24_each_root_gets_classes_of_its_own(root: str, tmp_path: Path) ->
     import unsloth_plugins.lightning.registration as registration
 
     registration.install_finder()  # a second time
-    for name in ("unsloth", "unsloth_ddp"):
+    for name in ("unsloth", "unsloth_ddp", "unsloth_fsdp"):
         trainer = trainer_of(pl, tmp_path, strategy=name)
         assert isinstance(trainer.strategy, pl.strategies.DDPStrategy)
         assert type(trainer.strategy) is getattr(classes(pl), registration.STRATEGIES[name])
@@ -76,9 +95,33 @@ def test_options_have_the_names_of_the_config(tmp_path: Path) -> None:
             UnslothStrategy(**{wrong: 1})
 
 
-def test_sharding_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="unsloth_ddp"):
-        trainer_of(pl, tmp_path, strategy="unsloth_fsdp")
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Lightning makes one of a single process; it must not outlive the test."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_what_sharding_refuses(tmp_path: Path, process_group: None) -> None:
+    from unsloth_plugins.lightning.models import check_sharded_precision
+
+    def fit(module: Any) -> None:
+        trainer_of(pl, tmp_path, strategy="unsloth_fsdp").fit(module, batches())
+
+    manual = module_of(pl, lambda: lora(tiny_llama()))
+    manual.automatic_optimization = False
+    with pytest.raises(UnsupportedError, match="automatic_optimization"):
+        fit(manual)
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    module = module_of(pl, lambda: lora(tiny_llama()))
+    module.configure_optimizers = lambda: bitsandbytes.optim.AdamW8bit(
+        [p for p in module.parameters() if p.requires_grad]
+    )
+    with pytest.raises(UnsupportedError, match="torch.optim.AdamW"):
+        fit(module)
+    with pytest.raises(UnsupportedError, match="16-mixed"):
+        check_sharded_precision(type("Plugin", (), {"precision": "16-mixed"})())
 
 
 def test_gradient_checkpointing_follows_the_model_or_the_option(tmp_path: Path) -> None:
@@ -144,6 +187,8 @@ def test_report_at_the_start_and_quiet(tmp_path: Path, caplog: pytest.LogCapture
             trainer_of(pl, tmp_path, strategy=strategy).fit(module_of(pl, tiny_llama), batches())
         lines = [r for r in caplog.records if "rank_zero" in r.name and "unsloth-plugins on Llama" in r.getMessage()]
         assert len(lines) == reports
+        ends = [r for r in caplog.records if "144 tokens in" in r.getMessage() and "tokens/s" in r.getMessage()]
+        assert len(ends) == reports
 
 
 def test_a_shuffling_sampler_stays_with_one_process(tmp_path: Path) -> None:
@@ -153,11 +198,13 @@ def test_a_shuffling_sampler_stays_with_one_process(tmp_path: Path) -> None:
     assert trainer.world_size == 1 and not torch.distributed.is_initialized()
 
 
-def test_validate_and_predict_agree_with_stock(tmp_path: Path) -> None:
+def test_validate_test_and_predict_agree_with_stock(tmp_path: Path) -> None:
     results = []
     for strategy in ("auto", "unsloth"):
         trainer, module = trainer_of(pl, tmp_path, strategy=strategy), module_of(pl, tiny_gpt_oss)
         (metrics,) = trainer.validate(module, batches(2), verbose=False)
+        (tested,) = trainer.test(module, batches(2), verbose=False)
+        assert tested["test_loss"] == metrics["val_loss"]
         results.append((metrics["val_loss"], trainer.predict(module, batches(2))))
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
@@ -203,3 +250,20 @@ def test_lightning_cli_takes_the_class_path(tmp_path: Path) -> None:
     cli = LightningCLI(type(module_of(pl, tiny_llama)), run=False, args=["--config", str(tmp_path / "config.yaml")])
     assert cli.trainer.strategy.config == UnslothConfig(loss_chunk_mib=64, attention=None)
     assert cli.trainer.strategy.quiet
+
+
+def test_the_merged_model_is_saved_after_fit(tmp_path: Path) -> None:
+    pl = root_of("lightning.pytorch")
+    base = tiny_llama()
+    base.save_pretrained(tmp_path / "base")
+    base.config.name_or_path = str(tmp_path / "base")
+    module, trainer = module_of(pl, lambda: lora(base)), trainer_of(pl, tmp_path, strategy="unsloth")
+    with pytest.raises(ConfigError, match="trainer.fit"):
+        trainer.strategy.save_merged(tmp_path / "out")
+    trainer.fit(module, batches())
+    report = trainer.strategy.save_merged(tmp_path / "out", dtype="fp32")
+    assert len(report.merged) == 2 * 2
+    batch = batch_of(2, 24)
+    with torch.no_grad():
+        again = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()(**batch).logits
+        torch.testing.assert_close(again, module.model.eval()(**batch).logits + 0, rtol=1e-5, atol=1e-5)

@@ -15,9 +15,11 @@ xllamacpp = pytest.importorskip("xllamacpp", reason="needs xllamacpp, which hold
 class LlamaCpp:
     """A loaded GGUF; use it as a context manager, so that the server ends with the test."""
 
-    def __init__(self, file: Path, context: int = 256) -> None:
+    def __init__(self, file: Path, context: int = 256, lora: Path | None = None) -> None:
         params = xllamacpp.CommonParams()
         params.model.path = str(file)
+        if lora is not None:
+            params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(lora), 1.0)]
         params.n_ctx = context
         params.n_parallel = 1
         params.warmup = False
@@ -39,6 +41,14 @@ class LlamaCpp:
         places = answer["choices"][0]["logprobs"]["content"]
         best = [{each["id"]: each["logprob"] for each in place["top_logprobs"]} for place in places]
         return [place["id"] for place in places], best
+
+    def logprob(self, ids: list[int], token: int) -> float:
+        """Log probability of ``token`` after ``ids``; cheap where most of ``ids`` was the last call's."""
+        for top in (300, 1 << 20):
+            found = self.complete(ids, 1, top)[1][0]
+            if token in found:
+                return found[token]
+        raise AssertionError(f"llama.cpp gives no probability for {token}")
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """As llama.cpp splits it, with what it adds at the ends."""

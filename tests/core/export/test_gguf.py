@@ -11,9 +11,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from merge_cases import save_llama, save_packed, small_tokenizer, tensors, train_llama, train_packed
+from merge_cases import randomise, save_llama, save_packed, small_tokenizer, tensors, train_llama, train_packed
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export import export_gguf, merge
@@ -125,25 +126,71 @@ def test_case_22_tied_and_parted_heads_and_new_rows(tmp_path: Path) -> None:
     assert np.array_equal(values["output.weight"], adapter["base_model.model.lm_head.weight"].numpy())
     assert np.array_equal(values["token_embd.weight"], adapter["base_model.model.model.embed_tokens.weight"].numpy())
     assert len(fields["tokenizer.ggml.tokens"]) == 160
+    grown = AutoModelForCausalLM.from_pretrained(base)
+    grown.resize_token_embeddings(168)
+    model = get_peft_model(grown, LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]))
+    randomise(model)
+    model.save_pretrained(tmp_path / "grown", save_embedding_layers=True)
+    export_gguf(base, tmp_path / "grown.gguf", adapter=tmp_path / "grown", quant="f32")
+    merge(base, tmp_path / "grown", tmp_path / "merged", dtype="fp32")
+    values, fields, _ = _read(tmp_path / "grown.gguf")
+    merged = tensors(tmp_path / "merged")
+    assert values["token_embd.weight"].shape == (168, 64) == values["output.weight"].shape
+    assert np.array_equal(values["token_embd.weight"], merged["model.embed_tokens.weight"].numpy())
+    assert np.array_equal(values["output.weight"], merged["lm_head.weight"].numpy())
+    assert len(fields["tokenizer.ggml.tokens"]) == 168
 
 
 def test_vocabulary_types_and_ids(tmp_path: Path) -> None:
     base = _llama(tmp_path)
     tokenizer = small_tokenizer()
-    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = "{{ messages }}<|im_end|>"
     tokenizer.save_pretrained(base)
     export_gguf(base, tmp_path / "m.gguf", quant="q8_0")
     _, fields, types = _read(tmp_path / "m.gguf")
+    assert "tokenizer.ggml.scores" not in fields
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     assert tokens[:3] == ["<pad>", "</s>", "<s>"] and kinds[:3] == [3, 3, 3]
     extra = tokenizer.convert_tokens_to_ids("<extra>")
     assert tokens[extra] == "<extra>" and kinds[extra] == 4 and kinds[extra - 1] == 1
     assert tokens[-1] == "[PAD159]" and kinds[-1] == 5 and len(tokens) == len(kinds) == 160
     assert fields["tokenizer.ggml.model"] == "gpt2" and fields["tokenizer.ggml.pre"] == "gpt-2"
-    assert fields["tokenizer.chat_template"] == "{{ messages }}"
+    assert fields["tokenizer.chat_template"] == "{{ messages }}<|im_end|>"
+    assert fields["tokenizer.ggml.eot_token_id"] == tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [fields[f"tokenizer.ggml.{name}_token_id"] for name in ("padding", "eos", "bos")]
     assert ids == [0, 1, 2] and fields["tokenizer.ggml.add_bos_token"] is False
     assert types["blk.0.ffn_down.weight"] == "q8_0"
+
+
+def _sentencepiece_like(**options: Any) -> PreTrainedTokenizerFast:
+    """As transformers makes it of a SentencePiece BPE model: a few letters, their merges, and all bytes."""
+    words = ["\u2581t", "he", "\u2581the", "\u2581a"]
+    merges = [("\u2581", "t"), ("h", "e"), ("\u2581t", "he"), ("\u2581", "a"), ("\u2581th", "e")]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581thea", "\u2581th", *words]
+    model = models.BPE(
+        {piece: number for number, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True
+    )
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(split=False, **options)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("scheme", ["first", "never"])
+def test_sentencepiece_vocabulary_has_scores_bytes_and_the_space(tmp_path: Path, scheme: str) -> None:
+    base = save_llama(tmp_path / "base", vocab_size=300)
+    tokenizer = _sentencepiece_like(prepend_scheme=scheme)
+    tokenizer.save_pretrained(base)
+    report = export_gguf(base, tmp_path / "m.gguf", quant="f32")
+    _, fields, _ = _read(tmp_path / "m.gguf")
+    tokens, kinds, scores = (fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type", "scores"))
+    assert fields["tokenizer.ggml.model"] == "llama" and "tokenizer.ggml.merges" not in fields
+    assert fields["tokenizer.ggml.add_space_prefix"] is (scheme == "first")
+    assert any("puts a space" in note for note in report.notes) is (scheme == "first")
+    assert kinds[:3] == [2, 3, 3] and kinds[3:259] == [6] * 256 and set(kinds[259 : len(tokenizer)]) == {1}
+    by_token = dict(zip(tokens, scores, strict=True))
+    assert [by_token[one] for one in ("\u2581t", "he", "\u2581the", "\u2581a", "t")] == [0, -1, -2, -3, -5]
+    assert kinds[len(tokenizer) :] == [5] * (300 - len(tokenizer))
 
 
 def test_without_the_gguf_package_it_says_so_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from assets import gpt_oss_tokenizer_dir, smollm2_dir
+from assets import gemma3_tokenizer_dir, gpt_oss_tokenizer_dir, mistral_tokenizer_dir, smollm2_dir, sotu_texts
 from llama_cpp import LlamaCpp
 from merge_cases import EVERYTHING, randomise, train_packed
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from unsloth_plugins.core.export import export_gguf, merge
+from unsloth_plugins.core.export import export_gguf, export_gguf_adapter, merge
 from unsloth_plugins.core.mxfp4 import pack_experts
 
 pytestmark = pytest.mark.slow
@@ -77,13 +78,13 @@ def test_smollm2_with_an_adapter_and_quantised(tmp_path: Path) -> None:
     randomise(model, std=0.06)
     model.save_pretrained(tmp_path / "adapter")
     ids = AutoTokenizer.from_pretrained(folder)("The history of Rome began when").input_ids
-    tokens, first = _greedy(model.eval(), ids, 16)
+    tokens, first = _greedy(model.eval(), ids, 32)
     with model.disable_adapter():
         _, untrained = _greedy(model, ids, 1)
     for quant, tolerance in (("f16", 0.05), ("q8_0", 0.3), ("q4_0", 2.0)):
         export_gguf(folder, tmp_path / f"{quant}.gguf", adapter=tmp_path / "adapter", quant=quant)
         with LlamaCpp(tmp_path / f"{quant}.gguf") as llama:
-            got, best = llama.complete(ids, 16)
+            got, best = llama.complete(ids, 32 if quant == "f16" else 1)
         _assert_close(best[0], first, tolerance)
         if quant == "f16":
             assert got == tokens
@@ -120,20 +121,36 @@ def _small_gpt_oss(folder: Path, packed: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("quant", ["f32", "bf16", "mxfp4"])
-def test_small_gpt_oss_with_its_own_tokenizer(tmp_path: Path, quant: str) -> None:
+@torch.no_grad()
+def test_perplexity_of_a_long_address_is_that_of_transformers(tmp_path: Path) -> None:
+    folder = smollm2_dir()
+    export_gguf(folder, tmp_path / "model.gguf", quant="f16")
+    longest = max(sotu_texts(), key=lambda path: path.stat().st_size)
+    ids = AutoTokenizer.from_pretrained(folder)(longest.read_text()).input_ids[:512]
+    logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    want = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).exp().item()
+    with LlamaCpp(tmp_path / "model.gguf", context=600) as llama:
+        losses = [-llama.logprob(ids[:end], ids[end]) for end in range(1, len(ids))]
+    got = torch.tensor(losses).mean().exp().item()
+    print(f"perplexity of 512 tokens: transformers {want:.4f}, llama.cpp {got:.4f}")
+    assert 5 < want < 100 and got == pytest.approx(want, rel=0.005)
+
+
+@pytest.mark.parametrize(("quant", "equal"), [("f32", 32), ("f16", 32), ("bf16", 1), ("mxfp4", 1)])
+def test_small_gpt_oss_with_its_own_tokenizer(tmp_path: Path, quant: str, equal: int) -> None:
     folder = _small_gpt_oss(tmp_path / "base", packed=True)
     export_gguf(folder, tmp_path / "model.gguf", quant=quant)
     merge(folder, [], tmp_path / "dense", dtype="fp32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer("The quick brown fox jumps over the lazy dog, and then it sleeps for 12345 hours.").input_ids
+    text = "Call me Ishmael. Some years ago, never mind how long precisely, having little money in my purse, I sailed."
+    ids = tokenizer(text).input_ids
     assert len(ids) > 2 * 8  # beyond the window
-    tokens, first = _greedy(model, ids, 8)
+    tokens, first = _greedy(model, ids, 32)
     with LlamaCpp(tmp_path / "model.gguf") as llama:
-        got, best = llama.complete(ids, 8)
+        got, best = llama.complete(ids, 32)
         _assert_close(best[0], first, 0.05)
-        assert got[0] == tokens[0]
+        assert got[:equal] == tokens[:equal]
         _same_tokens(llama, tokenizer)
 
 
@@ -156,6 +173,81 @@ def test_small_gpt_oss_with_an_adapter(tmp_path: Path) -> None:
         first = again(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
     with LlamaCpp(tmp_path / "mxfp4.gguf") as llama:
         _assert_close(llama.complete(ids, 1)[1][0], first, 0.05)
+
+
+@torch.no_grad()
+def test_an_adapter_alone_on_the_real_small_model(tmp_path: Path) -> None:
+    folder = smollm2_dir()
+    targets = [*EVERYTHING[:4], "up_proj", "down_proj"]
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        LoraConfig(r=8, lora_alpha=12, use_rslora=True, target_modules=targets, rank_pattern={"q_proj": 3}),
+    )
+    randomise(model, std=0.05)
+    model.save_pretrained(tmp_path / "adapter")
+    ids = AutoTokenizer.from_pretrained(folder)("The history of Rome began when").input_ids
+    tokens, first = _greedy(model.eval(), ids, 16)
+    export_gguf(folder, tmp_path / "base.gguf", quant="f16")
+    export_gguf_adapter(folder, tmp_path / "adapter", tmp_path / "lora.gguf", quant="f32")
+    with LlamaCpp(tmp_path / "base.gguf") as llama:
+        plain = llama.complete(ids, 1)[1][0]
+    assert max(abs(value - first[token].item()) for token, value in plain.items()) > 0.2
+    with LlamaCpp(tmp_path / "base.gguf", lora=tmp_path / "lora.gguf") as llama:
+        got, best = llama.complete(ids, 16)
+    _assert_close(best[0], first, 0.05)
+    assert got == tokens
+
+
+@torch.no_grad()
+def test_an_adapter_alone_on_experts_and_an_untied_embedding(tmp_path: Path) -> None:
+    folder = _small_gpt_oss(tmp_path / "base", packed=True)
+    model = train_packed(folder, tmp_path / "adapter", std=0.3, target_modules=[*EVERYTHING, "embed_tokens", "lm_head"])
+    ids = AutoTokenizer.from_pretrained(folder)("The quick brown fox jumps over the lazy dog").input_ids
+    first = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    with model.disable_adapter():
+        untrained = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    assert (first - untrained).abs().max() > 0.5
+    export_gguf(folder, tmp_path / "base.gguf", quant="mxfp4")
+    export_gguf_adapter(folder, tmp_path / "adapter", tmp_path / "lora.gguf")
+    with LlamaCpp(tmp_path / "base.gguf", lora=tmp_path / "lora.gguf") as llama:
+        _assert_close(llama.complete(ids, 1)[1][0], first, 0.05)
+
+
+def test_a_file_in_several_parts(tmp_path: Path) -> None:
+    folder = smollm2_dir()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("The history of Rome began when").input_ids
+    report = export_gguf(folder, tmp_path / "model.gguf", quant="f16", max_shard_bytes=100_000_000)
+    assert [path.name for path in report.files] == [f"model-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    tokens, first = _greedy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ids, 16)
+    with LlamaCpp(report.output) as llama:
+        got, best = llama.complete(ids, 16)
+        _same_tokens(llama, tokenizer)
+    _assert_close(best[0], first, 0.05)
+    assert got == tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokenizer_dir"), [("mistral", mistral_tokenizer_dir), ("gemma", gemma3_tokenizer_dir)]
+)
+def test_real_sentencepiece_tokenizers(tmp_path: Path, kind: str, tokenizer_dir: Callable[[], Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir())
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, head_dim=16)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=1, vocab_size=max(tokenizer.get_vocab().values()) + 1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, sliding_window=None, **sizes)).eval()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    report = export_gguf(tmp_path / "model", tmp_path / "model.gguf", quant="f16")
+    ids = tokenizer("It's a truth universally acknowledged: 12 名, naïve 😀\n").input_ids
+    _, first = _greedy(model, ids, 1)
+    with LlamaCpp(tmp_path / "model.gguf") as llama:
+        _assert_close(llama.complete(ids, 1)[1][0], first, 0.05)
+        for text in PROBES:
+            if kind == "mistral" and text.startswith(" "):
+                assert "puts a space" in report.notes[0]
+                text = text.lstrip()
+            assert llama.tokenize(text) == tokenizer(text).input_ids, text
 
 
 _LLAMA3 = dict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -25,10 +26,11 @@ from merge_cases import (
 )
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export import merge, merge_model, record_base
+from unsloth_plugins.core.export.base import open_base
 from unsloth_plugins.core.mxfp4 import decode, load_mxfp4
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -157,7 +159,12 @@ def test_case_16_packed_again_only_where_merged(tmp_path: Path) -> None:
     assert (got - want).norm() < 0.5 * (start - want).norm()
     manifest = json.loads((tmp_path / "out" / "export_manifest.json").read_text())
     assert manifest["requantised"].keys() == report.requantised.keys()
-    assert all(name in before for name in manifest["base_sha256"])
+    for name, digest in manifest["base_sha256"].items():
+        assert digest == hashlib.sha256(before[name].contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    (file,) = report.files
+    assert manifest["files"] == {file: hashlib.sha256((tmp_path / "out" / file).read_bytes()).hexdigest()}
+    stored_adapter = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert manifest["adapters"][0]["sha256"] == hashlib.sha256(stored_adapter).hexdigest()
 
 
 def test_case_16_dense_base_can_be_packed(tmp_path: Path) -> None:
@@ -223,6 +230,80 @@ def test_case_16_live_bitsandbytes_model_is_merged_as_it_computes(tmp_path: Path
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     divergence = torch.nn.functional.kl_div(got.log_softmax(-1), want.log_softmax(-1), log_target=True, reduction="sum")
     assert divergence / got[..., 0].numel() < 1e-3
+
+
+def _dequantised(folder: Path) -> dict[str, torch.Tensor]:
+    base = open_base(folder)
+    return {name: base.read(name) for name in base.infos}
+
+
+def _load_four_bit(folder: Path) -> torch.nn.Module:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, device_map={"": "cpu"}, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    return model.eval()
+
+
+@pytest.mark.parametrize("shard", [4 << 30, 9_000])
+def test_case_16_four_bits_of_bitsandbytes_on_request(tmp_path: Path, shard: int) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    base = save_llama(tmp_path / "base", intermediate_size=128)
+    train_llama(base, tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
+    report = merge(base, tmp_path / "adapter", tmp_path / "out", dtype="nf4", max_shard_bytes=shard)
+    merge(base, tmp_path / "adapter", tmp_path / "dense", dtype="fp32")
+    dense, got = tensors(tmp_path / "dense"), _dequantised(tmp_path / "out")
+    assert dense.keys() == got.keys() and report.requantised.keys() == {n for n in dense if n.endswith("_proj.weight")}
+    for name, want in dense.items():
+        if name not in report.requantised:
+            assert torch.equal(got[name], want.bfloat16()), name
+            continue
+        packed, state = bitsandbytes.functional.quantize_4bit(want, quant_type="nf4", compress_statistics=True)
+        state.dtype = torch.bfloat16
+        assert torch.equal(got[name], bitsandbytes.functional.dequantize_4bit(packed, state)), name
+        error = report.requantised[name]
+        assert error.relative_error == pytest.approx(((got[name] - want).norm() / want.norm()).item(), rel=1e-3)
+        assert (error.error_over_change is not None) is (name in report.merged)
+    loaded = _load_four_bit(tmp_path / "out")
+    assert isinstance(loaded.model.layers[1].mlp.up_proj, bitsandbytes.nn.Linear4bit)
+    assert type(loaded.lm_head) is torch.nn.Linear
+    unpacked = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base), dtype=torch.bfloat16).eval()
+    unpacked.load_state_dict(got)
+    torch.testing.assert_close(logits(loaded), logits(unpacked), rtol=2e-2, atol=2e-2)
+
+
+def test_case_16_a_base_in_four_bits_keeps_its_settings_and_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    dense = save_llama(tmp_path / "dense", intermediate_size=128)
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=False)
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(
+        dense, quantization_config=settings, dtype=torch.bfloat16, device_map={"": "cpu"}
+    ).save_pretrained(base)
+    train_llama(dense, tmp_path / "adapter", target_modules=["q_proj"])
+    report = merge(base, tmp_path / "adapter", tmp_path / "out", dtype="nf4", allow_other_base=True)
+    before, after = tensors(base), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    touched = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.split(".weight")[0] + ".weight" for name in touched} == set(report.merged) == report.requantised.keys()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"] == json.loads((base / "config.json").read_text())["quantization_config"]
+    assert logits(_load_four_bit(tmp_path / "out")).isfinite().all()
+
+
+def test_case_16_experts_stay_in_bf16_and_are_named(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    base = save_packed(tmp_path / "base")
+    report = merge(base, [], tmp_path / "out", dtype="nf4")
+    assert any("8 tensors of experts" in note and "mxfp4" in note for note in report.notes)
+    assert len(report.requantised) == 4 * 4
+    assert logits(_load_four_bit(tmp_path / "out")).isfinite().all()
+
+
+def test_case_16_without_bitsandbytes_it_says_so_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_llama(tmp_path / "base")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"unsloth-plugins\[quant\]"):
+        merge(base, [], tmp_path / "out", dtype="nf4")
+    assert not (tmp_path / "out").exists()
 
 
 _TIED = [

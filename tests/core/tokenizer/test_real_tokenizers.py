@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from assets import gpt_oss_tokenizer_dir, smollm2_dir
+from assets import gpt_oss_tokenizer_dir, mistral_tokenizer_dir, smollm2_gguf
 from transformers import AutoConfig, AutoTokenizer
 
-from unsloth_plugins.core.tokenizer import assistant_labels, check_tokenizer, repair_tokenizer
+from unsloth_plugins.core.tokenizer import PROBES, assistant_labels, check_tokenizer, repair_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -36,16 +36,38 @@ def test_case_35_harmony_labels_are_those_counted_by_hand() -> None:
     assert kept[-1] == tokenizer.eos_token_id and kept.count(tokenizer.eos_token_id) == 1
 
 
-def test_smollm2_as_its_gguf_gives_it_is_found_and_repaired() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir())
-    config = AutoConfig.from_pretrained(smollm2_dir())
-    tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", None
-    config.eos_token_id = tokenizer.eos_token_id
-    tokenizer.backend_tokenizer.model.byte_fallback = True
+@pytest.mark.parametrize("older", [False, True])
+def test_smollm2_as_its_gguf_gives_it_is_found_and_repaired(older: bool) -> None:
+    """As the installed transformers reads it, and with what version 5.16 made of it."""
+    gguf = smollm2_gguf()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    wanted = {"generation-markers-missing"}
+    if older:
+        tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", None
+        config.eos_token_id = tokenizer.eos_token_id
+        tokenizer.backend_tokenizer.model.byte_fallback = True
+        wanted |= {"eos-is-not-end-of-turn", "pad-missing", "byte-fallback"}
     found = {finding.code for finding in check_tokenizer(config, tokenizer)}
-    assert {"eos-is-not-end-of-turn", "pad-missing", "byte-fallback", "generation-markers-missing"} <= found
+    assert wanted <= found and found & {"pad-missing", "pad-is-eos"}
     report = repair_tokenizer(config, tokenizer)
     assert report.left == [] and check_tokenizer(config, tokenizer) == []
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
     kept = [label for label in assistant_labels(tokenizer, CHAT)["labels"] if label >= 0]
     assert tokenizer.decode(kept) == "4<|im_end|>6<|im_end|>10<|im_end|>"
+
+
+def test_chatml_on_a_real_sentencepiece_tokenizer() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(mistral_tokenizer_dir())
+    tokenizer.chat_template = None
+    rows = max(tokenizer.get_vocab().values()) + 1
+    probes = {text: tokenizer(text).input_ids for text in PROBES}
+    report = repair_tokenizer(rows + 8, tokenizer, chat_template="chatml", add_tokens=True)
+    assert any("<|im_start|>, <|im_end|> are new tokens" in entry for entry in report.done)
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token not in (None, "<|im_end|>")
+    assert report.left == [] and check_tokenizer(rows + 8, tokenizer) == []
+    assert all(tokenizer(text).input_ids == ids for text, ids in probes.items())
+    kept = [label for label in assistant_labels(tokenizer, CHAT)["labels"] if label >= 0]
+    assert kept.count(tokenizer.eos_token_id) == 3
+    assert tokenizer.decode(kept).replace(" ", "") == "4<|im_end|>6<|im_end|>10<|im_end|>"
+    assert repair_tokenizer(rows + 8, tokenizer, chat_template="chatml", add_tokens=True).done == []

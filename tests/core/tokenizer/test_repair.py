@@ -239,3 +239,23 @@ def test_a_template_is_given_by_name_only_where_its_tokens_are() -> None:
     assert tokenizer.chat_template == CHATML and tokenizer.eos_token == "<|im_end|>" and report.left == []
     with pytest.raises(ConfigError, match=r"without <\|start\|>, <\|channel\|>"):
         repair_tokenizer(160, chat_tokenizer(chat_template=None), chat_template="harmony")
+
+
+def test_tokens_of_chatml_are_added_on_request() -> None:
+    tokenizer = small_tokenizer(size=149)
+    model = tiny_llama(vocab_size=150, eos_token_id=1)
+    rows = model.get_input_embeddings().weight.detach().clone()
+    with pytest.raises(ConfigError, match="--add-tokens"):
+        repair_tokenizer(model, tokenizer, chat_template="chatml")
+    with pytest.raises(ConfigError, match="without"):
+        repair_tokenizer(model, tokenizer, chat_template="harmony", add_tokens=True)
+    plan = repair_tokenizer(model, tokenizer, chat_template="chatml", add_tokens=True, dry_run=True)
+    assert len(tokenizer) == 150 and len(model.get_input_embeddings().weight) == 150
+    report = repair_tokenizer(model, tokenizer, chat_template="chatml", add_tokens=True)
+    assert report.done == plan.done and report.left == [] and check_tokenizer(model, tokenizer) == []
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert (start, end) == (150, 151) and tokenizer.eos_token_id == end and model.config.eos_token_id == [end, 1]
+    assert len(model.lm_head.weight) == 152 and torch.equal(model.get_input_embeddings().weight[:150], rows)
+    labels = assistant_labels(tokenizer, [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}])
+    assert [label for label in labels["labels"] if label >= 0][-1] == end
+    assert repair_tokenizer(model, tokenizer, chat_template="chatml", add_tokens=True).done == []

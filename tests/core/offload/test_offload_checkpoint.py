@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
@@ -85,27 +83,3 @@ def test_inputs_changed_in_place_are_noticed() -> None:
 def test_reentrant_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="use_reentrant"):
         offload_checkpoint(_block(), torch.randn(5, 32), use_reentrant=True)
-
-
-def test_case_13_pinning_fails_with_one_warning_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = torch.empty_like
-
-    def failing(*args, pin_memory: bool = False, **kwargs):  # type: ignore[no-untyped-def]
-        if pin_memory:
-            raise RuntimeError("CUDA error: out of memory")
-        return real(*args, **kwargs)
-
-    class OnCuda:
-        type = "cuda"
-
-    class Tensor(torch.Tensor):
-        device = OnCuda()  # type: ignore[assignment]
-
-    monkeypatch.setattr(torch, "empty_like", failing)
-    store = HostStore(True, min_bytes=0)
-    x = torch.randn(4, 4).as_subclass(Tensor)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        first, second = store._to_host(x), store._to_host(x)
-    assert torch.equal(first, x) and torch.equal(second, x)
-    assert len(seen) == 1 and "Page-locked" in str(seen[0].message)

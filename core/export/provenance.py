@@ -1,0 +1,167 @@
+"""What was merged into what: the base's record beside an adapter, its check, and the manifest beside a result."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from unsloth_plugins.core.errors import ExportError, UnsupportedError
+from unsloth_plugins.core.export.adapter import Adapter
+from unsloth_plugins.core.export.base import fingerprint, open_base
+from unsloth_plugins.core.export.journal import file_hash
+from unsloth_plugins.core.export.merged import Merged
+from unsloth_plugins.core.export.packed import Requantised
+from unsloth_plugins.core.export.tensors import FileTensors, Output, Source
+
+_log = logging.getLogger(__name__)
+MANIFEST = "export_manifest.json"
+BASE_RECORD = "base_record.json"
+
+
+def record_base(adapter_folder: str | Path, base: str | Path | Source) -> None:
+    """Write into an adapter folder which weights it was trained on, so that a merge can check it by content.
+
+    Args:
+        adapter_folder: that ``save_pretrained`` wrote.
+        base: the base model's folder, or its tensors.
+    """
+    source = open_base(Path(base)).source if isinstance(base, (str, Path)) else base
+    record = {"base_fingerprint": fingerprint(source)}
+    (Path(adapter_folder) / BASE_RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source, allow_other: bool) -> str:
+    """Compare the base with what the adapter says of its own.
+
+    Returns:
+        How it was checked.
+
+    Raises:
+        ExportError: it is another one, and that was not allowed.
+    """
+    record = adapter.folder / BASE_RECORD
+    named = str(adapter.config.get("base_model_name_or_path") or "")
+    if record.is_file():
+        wanted = json.loads(record.read_text(encoding="utf-8"))["base_fingerprint"]
+        same, how = fingerprint(source) == wanted, "by the fingerprint of its tensors"
+    elif not named:
+        note = f"{adapter.folder} does not name its base: not checked."
+        _log.warning(note)
+        return note
+    else:
+        same, how = _same_name(named, str(given), folder, source), f"by the name {named!r}"
+    if same:
+        return f"Base of {adapter.folder} checked {how}."
+    if allow_other:
+        note = f"{adapter.folder} was trained on another base ({how}); merged because that was allowed."
+        _log.warning(note)
+        return note
+    raise ExportError(
+        expected=f"the base that {adapter.folder} was trained on ({named or 'recorded by its tensors'})",
+        got=f"{given}, which differs {how}",
+        remedy="Give the right base; if this one has the same weights under another name, allow another base "
+        "(allow_other_base=True, --allow-other-base).",
+    )
+
+
+def _same_name(named: str, given: str, folder: Path, source: Source) -> bool:
+    there = Path(named).expanduser()
+    if there.is_dir():
+        if there.resolve() == folder.resolve():
+            return True
+        try:
+            return fingerprint(open_base(there).source) == fingerprint(source)
+        except (ExportError, UnsupportedError):
+            return False
+    path = folder.resolve().as_posix()
+    in_cache = "/models--" + named.replace("/", "--") + "/snapshots/" in path + "/"
+    return given == named or in_cache or path.endswith("/" + named.strip("/")) or folder.name == there.name
+
+
+def plan_of(
+    source: Source, adapters: Sequence[Adapter], outputs: Sequence[Output], where: Mapping[str, str], **options: Any
+) -> dict[str, Any]:
+    """Everything that the bytes of the weight files depend on; two merges of equal plans write equal files.
+
+    Args:
+        source: the base's tensors.
+        adapters: in the order in which they are added.
+        outputs: the tensors that will be written.
+        where: what the manifest says of the base.
+        options: of the merge.
+    """
+    files = source.files if isinstance(source, FileTensors) else []
+    layout = [[one.name, str(one.info.dtype), list(one.info.shape)] for one in outputs]
+    return {
+        "base": [where["base_fingerprint"], *([p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files)],
+        "adapters": [[*_adapter_hashes(one).values(), one.weight] for one in adapters],
+        "options": options,
+        "tensors": hashlib.sha256(json.dumps(layout).encode()).hexdigest(),
+        "versions": _versions("unsloth-plugins", "torch", "bitsandbytes"),
+    }
+
+
+def _adapter_hashes(adapter: Adapter) -> dict[str, str]:
+    config = adapter.folder / "adapter_config.json"
+    return {"sha256": file_hash(adapter.file), "config_sha256": file_hash(config)}
+
+
+def manifest_of(
+    merged: Merged,
+    adapters: Sequence[Adapter],
+    dtype: str,
+    where: Mapping[str, str],
+    *,
+    changed: Sequence[str],
+    requantised: Mapping[str, Requantised],
+    notes: Sequence[str],
+    files: Mapping[str, str],
+) -> dict[str, Any]:
+    """The content of ``export_manifest.json``: base, adapters, merged tensors and files, each with hashes.
+
+    Args:
+        merged, adapters, dtype: what was written.
+        where: where the base came from, and its fingerprint.
+        changed: names of the tensors that differ from the base's.
+        requantised, notes: of the report.
+        files: names of the weight files -> sha256.
+    """
+    hashes: dict[str, str] = {}
+    for name in changed:
+        if name in merged.base.infos:
+            hashes |= merged.base.hashes(name)
+    return {
+        **where,
+        "dtype": dtype,
+        "adapters": [
+            {
+                "folder": str(adapter.folder),
+                "weight": adapter.weight,
+                "file": adapter.file.name,
+                **_adapter_hashes(adapter),
+                "named_base": adapter.config.get("base_model_name_or_path"),
+            }
+            for adapter in adapters
+        ],
+        "merged": list(changed),
+        "base_sha256": hashes,
+        "requantised": {name: vars(error) for name, error in requantised.items()},
+        "notes": list(notes),
+        "files": dict(files),
+        "versions": {"python": platform.python_version()} | _versions("unsloth-plugins", "torch", "peft"),
+    }
+
+
+def _versions(*names: str) -> dict[str, str]:
+    found = {}
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

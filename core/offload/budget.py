@@ -1,0 +1,125 @@
+"""Watches what a model's steps take on the device, and turns the memory that is left into layers not checkpointed.
+
+The first step checkpoints every layer. Its recomputes show what each layer would keep, and its peak what a step needs
+besides. Both are taken to grow with the number of tokens, and not to shrink below what was seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unsloth_plugins.core.device import DeviceMemory
+from unsloth_plugins.core.offload.policy import Plan, choose
+
+logger = logging.getLogger("unsloth_plugins")
+
+_MARGIN = 0.06  # of the device's memory: stays free for fragmentation and what was not seen yet
+
+
+@dataclass
+class _Layer:
+    """Measured at ``tokens``: bytes kept when it is not checkpointed, and of its input alone."""
+
+    tokens: int
+    kept_bytes: int
+    input_bytes: int
+
+
+class MemoryBudget:
+    """Chooses, for each forward of one model, which of its layers are checkpointed.
+
+    Args:
+        memory: tells what the device has and holds.
+
+    Attributes:
+        plan: in force; ``None`` until a step was measured.
+        layers: number of layers that ask.
+    """
+
+    def __init__(self, memory: DeviceMemory | None = None) -> None:
+        self.memory = memory or DeviceMemory()
+        self.plan: Plan | None = None
+        self.layers = 0
+        self._device = torch.device("cpu")
+        self._tokens = self._most_tokens = 0
+        self._seen: dict[int, _Layer] = {}
+        self._before = self._extra = self._need = 0  # bytes
+        self._forwards, self._together = 0, 1  # since the last backward, and the most of them so far
+
+    def begin(self, device: torch.device, tokens: int) -> None:
+        """A forward with gradients starts."""
+        self._device = device
+        if not tokens or not self.memory.is_known(device):
+            self.plan = None
+            return
+        now = self.memory.allocated(device)
+        if self._forwards == 0:
+            self._before, self._extra = now, 0
+        self._forwards += 1
+        self._together = max(self._together, self._forwards)
+        self._tokens = tokens
+        self.plan = self._choose(now)
+        if self.plan is not None:
+            self._extra += self.plan.kept_bytes + self.plan.input_bytes
+
+    def keeps(self, index: int) -> bool:
+        """Whether a layer runs without a checkpoint in this forward."""
+        return self.plan is not None and index >= self.plan.first_kept
+
+    def wants_measure(self, index: int) -> bool:
+        """Whether a recompute of the layer is to be measured."""
+        seen = self._seen.get(index)
+        return self.memory.is_known(self._device) and (seen is None or seen.tokens < self._tokens)
+
+    def measured(self, index: int, tokens: int, kept_bytes: int, input_bytes: int) -> None:
+        """What a recompute of the layer left on the device, and its input."""
+        self._seen[index] = _Layer(tokens, kept_bytes + input_bytes, input_bytes)
+
+    def backward_started(self, grad: Any = None) -> None:
+        """The backward of the last layer starts."""
+        self._forwards = 0
+        if self.memory.is_known(self._device):
+            torch.autograd.Variable._execution_engine.queue_callback(self.backward_ended)
+
+    def backward_ended(self) -> None:
+        """Note the peak now: whoever measures may start a new one between two steps."""
+        self._forwards = 0
+        needed = self.memory.peak(self._device) - self._before - self._extra
+        if needed > self._need:
+            self._need = needed
+            self._most_tokens = max(self._most_tokens, self._tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Of the forward that runs."""
+        return self._tokens
+
+    def describe(self) -> str:
+        """One clause for the report."""
+        if self.plan is None:
+            return "all layers checkpointed until a step was measured"
+        where = "on the host" if self.plan.inputs_on_host else "on the device"
+        kept = self.layers - self.plan.first_kept
+        return f"{kept} of {self.layers} layers not checkpointed at {self._tokens} tokens, other inputs {where}"
+
+    def _choose(self, now: int) -> Plan | None:
+        if not self._need or len(self._seen) < self.layers:
+            return None
+        need = self._need * max(1.0, self._tokens / self._most_tokens)
+        free = self.memory.allowed(self._device) * (1 - _MARGIN) - now - need
+        left = max(self._together - self._forwards + 1, 1)  # forwards that share what is free
+        layers = [self._seen[index] for index in sorted(self._seen)]
+        kept = [_scaled(each.kept_bytes, self._tokens, each.tokens) for each in layers]
+        inputs = [_scaled(each.input_bytes, self._tokens, each.tokens) for each in layers]
+        plan = choose(int(free / left), kept, inputs, self.plan)
+        if self.plan is None or plan.first_kept != self.plan.first_kept:
+            logger.debug("%d of %d layers not checkpointed", self.layers - plan.first_kept, self.layers)
+        return plan
+
+
+def _scaled(n_bytes: int, tokens: int, at: int) -> int:
+    return -(-n_bytes * tokens // at)

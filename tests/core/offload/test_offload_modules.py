@@ -1,0 +1,176 @@
+"""Blocks of any architecture: a UNet with skip connections, Mamba, plain lists of modules, arbitrary code."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from simulated_copies import SimulatedCopies
+from torch import nn
+from transformers import MambaConfig, MambaForCausalLM
+
+from unsloth_plugins.core import apply
+from unsloth_plugins.core.errors import ConfigError, ConflictError
+from unsloth_plugins.core.offload import HostStore, checkpoint_modules, offload_saved_tensors
+
+
+def late() -> HostStore:
+    copies = SimulatedCopies(eager=0.3)
+    return HostStore(True, min_bytes=0, engine=lambda device: copies)
+
+
+class Down(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(2, width)
+
+    def forward(self, hidden: torch.Tensor, temb: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        hidden = hidden + nn.functional.silu(self.norm(self.conv(hidden))) * temb[:, :, None, None]
+        return nn.functional.avg_pool2d(hidden, 2), (hidden,)
+
+
+class Up(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2 * width, width, 3, padding=1)
+
+    def forward(self, hidden: torch.Tensor, skips: tuple[torch.Tensor, ...], temb: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.interpolate(hidden, scale_factor=2)
+        return nn.functional.silu(self.conv(torch.cat([hidden, *skips], 1))) * temb[:, :, None, None]
+
+
+class UNet(nn.Module):
+    """The shape of diffusers' UNet2D: keyword arguments, tuples of skips, the time embedding given to every block."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.time = nn.Linear(4, width)
+        self.down_blocks = nn.ModuleList([Down(width) for _ in range(3)])
+        self.up_blocks = nn.ModuleList([Up(width) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        temb, skips = self.time(time), []
+        for block in self.down_blocks:
+            x, skip = block(hidden=x, temb=temb)
+            skips.append(skip)
+        for block in self.up_blocks:
+            x = block(x, skips=skips.pop(), temb=temb)
+        return x
+
+
+def unet_grads(unet: nn.Module, x: torch.Tensor, time: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    return list(torch.autograd.grad(unet(x, time).square().sum(), [x, *unet.parameters()]))
+
+
+def test_a_unet_trains_with_equal_gradients_and_undo_gives_its_forwards_back() -> None:
+    unet, store = UNet(), late()
+    x, time = torch.randn(2, 8, 16, 16), torch.randn(2, 4)
+    want = unet_grads(unet, x, time)
+    done = checkpoint_modules(unet, r"(down|up)_blocks\.\d+", store)
+    assert done.names[0] == "down_blocks.0" and len(done.names) == 6
+    for _ in range(3):
+        got = unet_grads(unet, x, time)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert store.held_bytes == 0 and store.sent_bytes > 0
+    kept = x.numel() * 4 * (1 + 1 / 4 + 1 / 16)  # inputs of the way down; skips are outputs, saved by the way up
+    assert store.peak_bytes >= kept
+    twin, sent = copy.deepcopy(unet), store.sent_bytes
+    assert all(torch.equal(a, b) for a, b in zip(want, unet_grads(twin, x, time), strict=True))
+    assert store.sent_bytes == sent  # the copy has a store of its own
+    done.undo()
+    assert not any("forward" in vars(module) for module in unet.modules())
+    assert all(torch.equal(a, b) for a, b in zip(want, unet_grads(unet, x, time), strict=True))
+    assert store.sent_bytes == sent
+
+
+def test_blocks_without_gradient_or_in_evaluation_run_as_they_did() -> None:
+    unet, store = UNet(), late()
+    checkpoint_modules(unet, r"(down|up)_blocks\.\d+", store)
+    x, time = torch.randn(2, 8, 16, 16), torch.randn(2, 4)
+    with torch.no_grad():
+        unet(x, time)
+    unet.eval()(x, time)
+    assert store.total_bytes == 0
+
+
+def test_wrong_patterns_change_nothing() -> None:
+    unet = UNet()
+    with pytest.raises(ConfigError, match="down_blocks"):
+        checkpoint_modules(unet, "layers")
+    with pytest.raises(ConfigError, match="inside"):
+        checkpoint_modules(unet, r"down_blocks.*")
+    assert not any("forward" in vars(module) for module in unet.modules())
+    done = checkpoint_modules(unet, r"down_blocks\.\d+")
+    with pytest.raises(ConflictError, match="down_blocks.0"):
+        checkpoint_modules(unet, r"down_blocks\.\d+")
+    done.undo()
+
+
+def mamba() -> MambaForCausalLM:
+    torch.manual_seed(0)
+    return MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=3, vocab_size=64, state_size=4)).train()
+
+
+def mamba_grads(model: MambaForCausalLM) -> list[torch.Tensor]:
+    ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def test_mamba_trains_with_equal_gradients_by_apply_and_by_name() -> None:
+    want = mamba_grads(mamba())
+    by_apply = mamba()
+    applied = apply(by_apply, gradient_checkpointing=True, memory_policy="offload_all", offload_min_bytes=0, loss=None)
+    got = mamba_grads(by_apply)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert applied.store.sent_bytes >= 3 * 2 * 12 * 16 * 4 and applied.store.held_bytes == 0
+    by_name, store = mamba(), late()
+    checkpoint_modules(by_name, r"backbone\.layers\.\d+", store)
+    assert all(torch.equal(a, b) for a, b in zip(want, mamba_grads(by_name), strict=True))
+    assert store.sent_bytes >= 3 * 2 * 12 * 16 * 4 and store.held_bytes == 0
+
+
+def test_saved_tensors_of_any_code_are_sent_once_and_backward_may_run_outside() -> None:
+    torch.manual_seed(0)
+    block, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 8, 16)
+    results = []
+    store = late()
+    for ours in (False, True):
+        leaf = x.clone().requires_grad_()
+        if ours:
+            with offload_saved_tensors(store) as used:
+                out = torch.tanh(block(leaf, leaf, leaf)[0]) * leaf.exp()
+                assert used is store and store.held_bytes > 0
+        else:
+            out = torch.tanh(block(leaf, leaf, leaf)[0]) * leaf.exp()
+        results.append(torch.autograd.grad(out.sum(), [leaf, *block.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    del out
+    assert store.held_bytes == 0
+
+
+def test_diffusers_unet() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    ).train()
+    x, time = torch.randn(2, 3, 8, 8), torch.tensor([3, 7])
+
+    def grads() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(unet(x, time).sample.square().sum(), list(unet.parameters())))
+
+    want, store = grads(), late()
+    checkpoint_modules(unet, r"(down|up)_blocks\.\d+", store)
+    assert all(torch.equal(a, b) for a, b in zip(want, grads(), strict=True))
+    assert store.sent_bytes > 0 and store.held_bytes == 0

@@ -1,0 +1,178 @@
+"""Which layers are checkpointed: the choice as a table, and what a model does with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import batch_of, loss_and_grads, tiny_gpt_oss, tiny_llama, twin
+from torch import nn
+
+from unsloth_plugins.core import apply
+from unsloth_plugins.core.errors import UnsupportedError
+from unsloth_plugins.core.offload.budget import MemoryBudget
+from unsloth_plugins.core.offload.policy import Plan, choose
+
+
+@pytest.mark.parametrize(
+    ("free", "first_kept", "on_host"),
+    [
+        (-100, 4, True),  # nothing is left: all that can move moves
+        (7, 4, True),
+        (8, 4, False),  # the inputs fit on the device
+        (19, 4, False),
+        (20, 3, True),  # one layer fits if the inputs move
+        (26, 3, False),  # ... and if they don't
+        (40, 2, True),
+        (61, 1, True),
+        (79, 1, False),
+        (80, 0, False),
+        (10**12, 0, False),
+    ],
+)
+def test_the_fastest_plan_that_fits(free: int, first_kept: int, on_host: bool) -> None:
+    plan = choose(free, [20] * 4, [2] * 4)
+    assert (plan.first_kept, plan.inputs_on_host) == (first_kept, on_host)
+    assert free < 0 or plan.kept_bytes + plan.input_bytes <= free
+
+
+def test_layers_of_different_size() -> None:
+    assert choose(35, [5, 30, 5, 30], [0] * 4) == Plan(2, False, 35, 0)
+    assert choose(34, [5, 30, 5, 30], [0] * 4).first_kept == 3
+
+
+@pytest.mark.parametrize(
+    ("free", "before", "first_kept"), [(60, 2, 2), (60, 3, 1), (60, 1, 1), (59, 1, 2), (39, 2, 3), (100, 4, 0)]
+)
+def test_a_plan_that_fits_stays_until_two_more_layers_would(free: int, before: int, first_kept: int) -> None:
+    assert choose(free, [20] * 4, [0] * 4, Plan(before, False)).first_kept == first_kept
+
+
+class FakeMemory:
+    """A device with ``room`` bytes beside what a step needs."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.now = room, 1000
+
+    def is_known(self, device: torch.device) -> bool:
+        return True
+
+    def allowed(self, device: torch.device) -> int:
+        return int((1000 + 500 + self.room) / 0.94) + 1
+
+    def allocated(self, device: torch.device) -> int:
+        return self.now
+
+    def peak(self, device: torch.device) -> int:
+        return 1500
+
+
+def measured(room: int, layers: int = 4, tokens: int = 8) -> MemoryBudget:
+    budget = MemoryBudget(FakeMemory(room))
+    budget.layers = layers
+    budget.begin(torch.device("cuda"), tokens)
+    assert budget.plan is None and budget.wants_measure(0)
+    budget.backward_ended()
+    for index in reversed(range(layers)):
+        budget.measured(index, tokens, 18, 2)
+    return budget
+
+
+def test_layers_are_kept_from_the_second_step_on_and_fewer_of_longer_ones() -> None:
+    budget = measured(45)
+    for tokens, kept in ((8, 2), (8, 2), (4, 4), (8, 2), (9, 0)):  # 9 tokens: the step itself needs 63 more
+        budget.begin(torch.device("cuda"), tokens)
+        budget.backward_ended()
+        assert budget.plan is not None and budget.layers - budget.plan.first_kept == kept, tokens
+    assert not budget.keeps(3)
+
+
+def test_forwards_that_share_one_backward_share_the_memory() -> None:
+    budget = measured(80)
+    for _ in range(2):  # two forwards, one backward: what is kept of the first is in use at the second
+        budget.memory.now = 1000
+        budget.begin(torch.device("cuda"), 8)
+        budget.memory.now += 0 if budget.plan is None else budget.plan.kept_bytes + budget.plan.input_bytes
+        budget.begin(torch.device("cuda"), 8)
+        second = budget.plan
+        budget.backward_ended()
+    assert second is not None and second.kept_bytes <= 40
+    budget.memory.now = 1000
+    budget.begin(torch.device("cuda"), 8)
+    assert budget.plan is not None and budget.plan.kept_bytes <= 40
+
+
+class Counted:
+    """Counts how often each layer runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.runs: dict[int, int] = {}
+        for index, layer in enumerate(model.model.layers):  # type: ignore[arg-type, union-attr]
+            layer.input_layernorm.register_forward_pre_hook(lambda module, args, index=index: self.add(index))
+
+    def add(self, index: int) -> None:
+        self.runs[index] = self.runs.get(index, 0) + 1
+
+    def take(self) -> list[int]:
+        runs, self.runs = self.runs, {}
+        return [runs[index] for index in sorted(runs)]
+
+
+@pytest.mark.parametrize("make", [tiny_gpt_oss, tiny_llama])
+def test_kept_layers_run_once_and_gradients_stay_the_same(make) -> None:  # type: ignore[no-untyped-def]
+    ref = make(num_hidden_layers=4, attention_dropout=0.0)
+    ours = twin(ref)
+    batch = batch_of(2, 16)
+    applied = apply(ours, attention="reference", gradient_checkpointing=True, offload_min_bytes=0)
+    plain = apply(ref, attention="reference", gradient_checkpointing=True, memory_policy="on_device")
+    assert applied.budget is not None and plain.budget is None
+    applied.budget.memory = FakeMemory(10**6)
+    counted = Counted(ours)
+    want = loss_and_grads(ref, **batch)
+    for runs in ([2] * 4, [1] * 4, [1] * 4):
+        got = loss_and_grads(ours, **batch)
+        assert counted.take() == runs
+        assert torch.equal(got[0], want[0]) and all(torch.equal(got[2][name], want[2][name]) for name in want[2])
+    assert "4 of 4 layers not checkpointed" in applied.report()
+    applied.budget.memory = FakeMemory(-100)
+    loss_and_grads(ours, **batch)
+    assert counted.take() == [2] * 4
+    ours.eval()
+    with torch.no_grad():
+        ours(**batch)
+    assert counted.take() == [1] * 4
+
+
+def test_policies_reach_the_store_and_the_loss() -> None:
+    batch = batch_of(2, 16)
+    for policy, sent in (("offload_all", True), ("min_memory", True), ("on_device", False), ("auto", False)):
+        applied = apply(tiny_llama(), gradient_checkpointing=True, memory_policy=policy, offload_min_bytes=0)
+        loss_and_grads(applied.model, **batch)
+        assert (applied.store.sent_bytes > 0) == sent and applied.store.held_bytes == 0
+        assert ("64 MiB" in applied.report()) == (policy == "min_memory")
+        assert ("sent to the host" in applied.report()) == sent
+
+
+def test_a_trainer_that_switches_checkpointing_on_again_changes_no_index() -> None:
+    model = tiny_llama()
+    applied = apply(model, gradient_checkpointing=True)
+    for _ in range(2):
+        model.train()
+        model.gradient_checkpointing_enable()
+        model(**batch_of(2, 8))
+        layers = [layer._gradient_checkpointing_func for layer in model.model.layers]
+        assert [layer.index for layer in layers] == [0, 1] and applied.budget is not None
+        assert applied.budget.layers == 2
+
+
+def test_a_host_budget_that_cannot_hold_the_inputs_is_an_error_before_the_first_layer_runs() -> None:
+    model, counted_bytes = tiny_llama(num_hidden_layers=4), 4 * 2 * 16 * 64 * 4
+    options = {"gradient_checkpointing": True, "memory_policy": "offload_all", "offload_min_bytes": 0}
+    counted = Counted(model)
+    applied = apply(model, host_memory_gib=0.99 * counted_bytes / 2**30, **options)
+    with pytest.raises(UnsupportedError, match="Raise the limit"):
+        loss_and_grads(model, **batch_of(2, 16))
+    assert counted.runs == {}
+    applied.undo()
+    applied = apply(model, host_memory_gib=1.01 * counted_bytes / 2**30, **options)
+    loss_and_grads(model, **batch_of(2, 16))
+    assert applied.store.mapped_bytes == applied.store.peak_bytes == counted_bytes

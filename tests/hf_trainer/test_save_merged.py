@@ -1,0 +1,58 @@
+"""The merged model out of the Trainer's callback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_llama
+from merge_cases import logits, reload, save_packed, small_tokenizer, tensors
+from peft import LoraConfig, get_peft_model
+from test_callback import Rows, arguments, lora
+from transformers import Trainer
+
+from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
+from unsloth_plugins.core.export import merge
+from unsloth_plugins.core.mxfp4 import load_mxfp4
+from unsloth_plugins.hf_trainer import UnslothCallback
+
+
+def trainer_of(model: Any, folder: Path, callback: UnslothCallback, **options: Any) -> Trainer:
+    return Trainer(model, arguments(folder / "run"), train_dataset=Rows([24] * 16), callbacks=[callback], **options)
+
+
+def test_the_end_of_training_writes_the_merged_model_with_tokenizer_and_licence(tmp_path: Path) -> None:
+    base = save_packed(tmp_path / "base")
+    (base / "LICENSE").write_text("of the base")
+    targets = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(load_mxfp4(base, dtype=torch.float32), LoraConfig(r=4, target_modules=targets))
+    callback = UnslothCallback(save_merged=tmp_path / "out", merged_dtype="fp32")
+    tokenizer = small_tokenizer()
+    trainer_of(model, tmp_path, callback, processing_class=tokenizer).train()
+    torch.testing.assert_close(logits(reload(tmp_path / "out")), logits(model.eval()), rtol=1e-4, atol=1e-4)
+    assert (tmp_path / "out" / "LICENSE").read_text() == "of the base"
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    merge(base, tmp_path / "out-adapter", tmp_path / "again", dtype="fp32")  # the adapter was kept, and fits the base
+    once, again = tensors(tmp_path / "out"), tensors(tmp_path / "again")
+    assert once.keys() == again.keys() and all(torch.equal(once[name], again[name]) for name in once)
+    report = callback.save_merged(tmp_path / "packed", dtype="mxfp4")
+    assert report is not None and len(report.requantised) == 8
+
+
+def test_what_would_prevent_the_merge_stops_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for model, options, error, named in (
+        (lora(tiny_llama()), dict(save_merged=tmp_path / "there"), ExportError, "does not exist yet"),
+        (lora(tiny_llama()), dict(save_merged=tmp_path / "out", merged_dtype="int3"), ConfigError, "'int3'"),
+        (lora(tiny_llama(), use_dora=True), dict(save_merged=tmp_path / "out"), UnsupportedError, "use_dora"),
+        (tiny_llama(), dict(save_merged=tmp_path / "out"), ConfigError, "save_pretrained"),
+    ):
+        trainer = trainer_of(model, tmp_path, UnslothCallback(**options))
+        with pytest.raises(error, match=named):
+            trainer.train()
+        assert trainer.state.global_step == 0
+    with pytest.raises(ConfigError, match="trainer.train"):
+        UnslothCallback().save_merged(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
