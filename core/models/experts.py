@@ -101,7 +101,8 @@ def _mlp_forward(self: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, t
 
 def holding_bytes(layer_experts: nn.Module, top_k: int) -> int:
     """What ``hold`` of ``core.experts`` takes for one token, in 16 bits."""
-    return 2 * top_k * layer_experts.gate_up_proj_bias.shape[1]  # type: ignore[union-attr]
+    bias: torch.Tensor = layer_experts.gate_up_proj_bias  # type: ignore[assignment]
+    return 2 * top_k * bias.shape[1]
 
 
 class PackedExperts(nn.Module):

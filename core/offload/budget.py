@@ -1,7 +1,8 @@
 """Watches what a model's steps take on the device, and turns the memory that is left into layers not checkpointed.
 
-The first step checkpoints every layer. Its recomputes show what each layer would keep, and its peak what a step needs
-besides. Both are taken to grow with the number of tokens, and not to shrink below what was seen.
+The first step of a length checkpoints every layer, unless a longer one was seen. Its recomputes show what each layer
+would keep, and its peak what a step needs besides. What layers keep is scaled to shorter lengths; what a step needs is
+not, and nothing is guessed for longer ones: there may be more than what grows with the number of tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class MemoryBudget:
         self.plan: Plan | None = None
         self.layers = self.holding_bytes = 0
         self._device = torch.device("cpu")
-        self._tokens = self._most_tokens = 0
+        self._tokens = self._longest = 0
         self._seen: dict[int, _Layer] = {}
         self._before = self._extra = self._need = 0  # bytes
         self._forwards, self._together = 0, 1  # since the last backward, and the most of them so far
@@ -93,10 +94,8 @@ class MemoryBudget:
     def backward_ended(self) -> None:
         """Note the peak now: whoever measures may start a new one between two steps."""
         self._forwards = 0
-        needed = self.memory.peak(self._device) - self._before - self._extra
-        if needed > self._need:
-            self._need = needed
-            self._most_tokens = max(self._most_tokens, self._tokens)
+        self._need = max(self._need, self.memory.peak(self._device) - self._before - self._extra)
+        self._longest = max(self._longest, self._tokens)
 
     @property
     def tokens(self) -> int:
@@ -114,10 +113,9 @@ class MemoryBudget:
         return text + (f", experts of {held} keep their first projection" if held else "")
 
     def _choose(self, now: int) -> Plan | None:
-        if not self._need or len(self._seen) < self.layers:
+        if self._tokens > self._longest or len(self._seen) < self.layers:
             return None
-        need = self._need * max(1.0, self._tokens / self._most_tokens)
-        free = self.memory.allowed(self._device) * (1 - _MARGIN) - now - need
+        free = self.memory.allowed(self._device) * (1 - _MARGIN) - now - self._need
         left = max(self._together - self._forwards + 1, 1)  # forwards that share what is free
         layers = [self._seen[index] for index in sorted(self._seen)]
         kept = [_scaled(each.kept_bytes, self._tokens, each.tokens) for each in layers]

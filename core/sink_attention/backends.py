@@ -40,8 +40,8 @@ class Measured:
 # (major compute capability, padded head size, narrow window) -> when `auto` takes flash-attn-4. What is not here is
 # Triton's. Source: benchmarks/results, `python -m benchmarks attention` on an H200.
 FASTER_BY_FA4: dict[tuple[int, int, bool], Measured] = {
-    (9, 64, False): Measured(tokens=2048, version=Version("4.0.0b36")),
-    (9, 128, False): Measured(tokens=2048, version=Version("4.0.0b36")),
+    (9, 64, False): Measured(tokens=4096, version=Version("4.0.0b36")),
+    (9, 128, False): Measured(tokens=4096, version=Version("4.0.0b36")),
 }
 
 

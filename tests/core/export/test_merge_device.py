@@ -36,7 +36,7 @@ def test_cuda_writes_what_the_cpu_writes(tmp_path: Path, dtype: str) -> None:
             got, want = (json.loads(bytes(each.tolist())) for each in (ours[name], tensor))
             assert got == {key: pytest.approx(v, rel=1e-4) if isinstance(v, float) else v for key, v in want.items()}
         elif tensor.dtype == torch.uint8:  # codes: a sum next to a border may round to either side
-            assert (ours[name] != tensor).float().mean() < 1e-3, name
+            assert (ours[name] != tensor).sum() <= max(1, 1e-3 * tensor.numel()), name
         else:
             torch.testing.assert_close(ours[name], tensor, rtol=1e-2 if dtype == "bf16" else 1e-4, atol=1e-5)
     for name, error in reports[0].requantised.items():

@@ -86,11 +86,17 @@ def measured(room: int, layers: int = 4, tokens: int = 8) -> MemoryBudget:
 
 def test_layers_are_kept_from_the_second_step_on_and_fewer_of_longer_ones() -> None:
     budget = measured(45)
-    for tokens, kept in ((8, 2), (8, 2), (4, 4), (8, 2), (9, 0)):  # 9 tokens: the step itself needs 63 more
+    for tokens, kept in ((8, 2), (8, 2), (4, 4), (8, 2)):
         budget.begin(torch.device("cuda"), tokens)
         budget.backward_ended()
         assert budget.plan is not None and budget.layers - budget.plan.first_kept == kept, tokens
-    assert not budget.keeps(3)
+    budget.begin(torch.device("cuda"), 9)  # longer than any before: measured first
+    assert budget.plan is None and not budget.keeps(3) and budget.wants_measure(3)
+    budget.backward_ended()
+    for index in range(4):
+        budget.measured(index, 9, 21, 2)
+    budget.begin(torch.device("cuda"), 9)
+    assert budget.plan is not None and budget.layers - budget.plan.first_kept == 1
 
 
 def test_forwards_that_share_one_backward_share_the_memory() -> None:
