@@ -2,11 +2,13 @@
 
     python -m benchmarks attention --seq 8192,32768 --head-dim 64 --window 128,0 --json FILE    (needs a CUDA device)
     python -m benchmarks attention --seq 32768 --head-dim 64 --window 128,0 --sweep
+    python -m benchmarks attention --seq 1024,8192,32768 --decode
 
 Window 0 is full causal attention. Head size 64 is measured with gpt-oss's 64 query and 8 key/value heads, any other
 with 32 and 8. `sdpa_flash` and `cudnn` know no sink and no window; `flex` gets the sink through its log normaliser.
 TFLOP/s count two products forward and five backward over the pairs of tokens that see each other, whatever a kernel
-really computes. `--sweep` times every candidate of core/sink_attention/triton_tiles.py kernel by kernel instead.
+really computes. `--decode` times one new token against so many cached ones, without gradients, for batches of 1 and 8,
+against what transformers' gpt-oss computes in eager mode. `--sweep` times every candidate of core/sink_attention/triton_tiles.py kernel by kernel instead.
 """
 
 from __future__ import annotations
@@ -192,6 +194,29 @@ def sweep(problem: Problem, repeats: int) -> None:
             print(f"  {'':<8}       {time:9.3f} ms {work / time / 1e9:7.1f} TFLOP/s  {tile}", flush=True)
 
 
+def eager_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+    """One query a row [B, H, 1, D] against [B, K, S, D], every step materialised as in transformers' gpt-oss."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    logits = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    column = sink.reshape(1, -1, 1, 1).expand(logits.shape[0], -1, 1, 1)
+    logits = torch.cat([logits, column], dim=-1)
+    logits = logits - logits.max(dim=-1, keepdim=True).values
+    return F.softmax(logits, dim=-1, dtype=logits.dtype)[..., :-1] @ v
+
+
+@torch.no_grad()
+def decode(length: int, batch: int, repeats: int) -> dict[str, float]:
+    """Milliseconds of one new token at gpt-oss's shape, by implementation."""
+    q, k, v = (torch.randn(batch, h, s, 64, device="cuda").bfloat16() for h, s in ((64, 1), (8, length), (8, length)))
+    sink = torch.randn(64, device="cuda").bfloat16()
+    rows_first = [x.transpose(1, 2) for x in (q, k, v)]  # as views: a cache is stored heads first
+    return {
+        "triton": milliseconds(lambda: sink_attention(*rows_first, sink, backend="triton"), repeats),
+        "eager": milliseconds(lambda: eager_decode(q, k, v, sink), repeats),
+    }
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -207,6 +232,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--impl", default=",".join(IMPLEMENTATIONS), help="implementations (%(default)s)")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--decode", action="store_true", help="one new token against a cache instead")
     parser.add_argument("--sweep", action="store_true", help="time the candidate configurations of our kernels")
     parser.add_argument("--commit", help="shown in the rows (default: git's)")
     parser.add_argument("--json", type=Path, help="write the rows here")
@@ -218,6 +244,15 @@ def run(options: argparse.Namespace) -> int:
         sys.exit("expected a CUDA device; got none. This benchmark measures GPU kernels.")
     common = rows.common("attention", options.commit)
     out: list[dict[str, Any]] = []
+    if options.decode:
+        for length in options.seq:
+            for batch in (1, 8):
+                for name, took in decode(length, batch, options.repeats).items():
+                    row = {"impl": name, "seq_len": length, "queries": 1, "batch": batch, "fwd_ms": round(took, 4)}
+                    print(row, flush=True)
+                    out.append(common | row)
+        rows.write(out, options.json)
+        return 0
     packings = {"no": [False], "yes": [True], "both": [False, True]}[options.packed]
     shapes = [(s, d, w, p) for d in options.head_dim for w in options.window for p in packings for s in options.seq]
     for length, head_dim, window, packed in shapes:
