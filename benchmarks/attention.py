@@ -8,7 +8,8 @@ Window 0 is full causal attention. Head size 64 is measured with gpt-oss's 64 qu
 with 32 and 8. `sdpa_flash` and `cudnn` know no sink and no window; `flex` gets the sink through its log normaliser.
 TFLOP/s count two products forward and five backward over the pairs of tokens that see each other, whatever a kernel
 really computes. `--decode` times one new token against so many cached ones, without gradients, for batches of 1 and 8,
-against what transformers' gpt-oss computes in eager mode. `--sweep` times every candidate of core/sink_attention/triton_tiles.py kernel by kernel instead.
+against what transformers' gpt-oss computes in eager mode. `--sweep` times every candidate of
+core/sink_attention/triton_tiles.py kernel by kernel instead.
 """
 
 from __future__ import annotations
