@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,8 @@ def decoder_of(causal_lm: nn.Module) -> nn.Module:
 
 def is_layer(module: nn.Module) -> bool:
     """Whether ``module`` is one of the repeated blocks that transformers checkpoints, and not the stack around them."""
+    from transformers.modeling_layers import GradientCheckpointingLayer  # not at import: merges load no transformers
+
     return isinstance(module, GradientCheckpointingLayer)
 
 
