@@ -11,7 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "unsloth", "liger-kernel", "cut-cross-entropy")
+PACKAGES = (
+    *("torch", "triton", "transformers", "peft", "bitsandbytes", "unsloth"),
+    *("flash-attn-4", "liger-kernel", "cut-cross-entropy"),
+)
 
 
 def versions() -> dict[str, str]:

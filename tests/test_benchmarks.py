@@ -77,7 +77,11 @@ def test_mistral_in_four_bits_agrees_with_transformers(tmp_path: Path) -> None:
 
 def test_peers_that_do_not_exist_are_named() -> None:
     done = bench("--peers", "unslot")
-    assert done.returncode != 0 and "expected any of transformers, unsloth" in done.stderr and "'unslot'" in done.stderr
+    assert (
+        done.returncode != 0
+        and "expected any of ours_triton, transformers, unsloth" in done.stderr
+        and "'unslot'" in done.stderr
+    )
 
 
 def test_what_makes_rows_incomparable_is_found() -> None:

@@ -1,5 +1,6 @@
 """What was trained as files that others load: merged safetensors, packed MXFP4, GGUF."""
 
+from unsloth_plugins.core.export.base import check_whole
 from unsloth_plugins.core.export.gguf import GgufReport, export_gguf
 from unsloth_plugins.core.export.gguf_adapter import export_gguf_adapter
 from unsloth_plugins.core.export.live import check_model, merge_model
@@ -10,6 +11,7 @@ __all__ = [
     "GgufReport",
     "MergeReport",
     "check_model",
+    "check_whole",
     "export_gguf",
     "export_gguf_adapter",
     "merge",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.tensors import Info, MemoryTensors, Source, open_folder, raw_bytes
@@ -245,12 +246,28 @@ def open_base(folder: Path, device: str | torch.device = "cpu") -> Base:
     return Base(open_folder(folder), json.loads(path.read_text(encoding="utf-8")), device)
 
 
+def check_whole(model: torch.nn.Module) -> None:
+    """Refuse a model of which this process holds only a part. Every process of a run comes to the same result.
+
+    Raises:
+        UnsupportedError: parameters are sharded (FSDP2, tensor parallel).
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter.data, DTensor) or isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                expected="a model that each process holds whole, to merge it",
+                got=f"{name}, sharded over processes",
+                remedy="Save a checkpoint, and merge that: `unsloth-plugins merge BASE OUTPUT -a CHECKPOINT`.",
+            )
+
+
 def base_of_model(model: Any) -> Base:
     """The base tensors of a live model, with or without PEFT around it; tied tensors once.
 
     Raises:
-        UnsupportedError: weights are quantised in a way that can't be read, or are not on a real device.
+        UnsupportedError: weights are sharded, quantised in a way that can't be read, or are not on a real device.
     """
+    check_whole(model)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     tensors: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, tuple[int, ...]]] = set()

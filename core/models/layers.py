@@ -35,7 +35,7 @@ def _identity(function: Callable[..., Any]) -> tuple[Any, ...]:
 
 def _norm_identity(kind: type) -> tuple[Any, ...]:
     helper = getattr(kind, "_norm", None)
-    return _identity(kind.forward), None if helper is None else _identity(helper)  # type: ignore[attr-defined]
+    return _identity(kind.forward), _identity(helper) if isinstance(helper, FunctionType) else None  # type: ignore[attr-defined]
 
 
 def _rotation_identity(function: FunctionType) -> tuple[Any, ...]:

@@ -125,6 +125,12 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype] | Non
     return (x.dtype, x.dtype) if x.dtype == base.weight.dtype else None
 
 
+def _shares(module: Any, x: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
+    """Whether a member of a group could be computed from ``x`` together with the one that was called."""
+    base = module.base_layer
+    return base.in_features == x.shape[-1] and why_peft(module) is None and _dtypes(base, x) == dtypes
+
+
 def _lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     state: _Lora | None = vars(self).get(_STATE)
     if state is None or args or kwargs or (state.choice == "auto" and not x.is_cuda):
@@ -137,7 +143,7 @@ def _lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
         return type(self).forward(self, x)  # type: ignore[no-any-return]
     members = [self]
     if group is not None:
-        able = [m for m in group.members if m is self or (why_peft(m) is None and _dtypes(m.base_layer, x) == dtypes)]
+        able = [m for m in group.members if m is self or _shares(m, x, dtypes)]
         members = able if self in able else members
     projections = [_projection(module) for module in members]
     if not any(each.terms for each in projections):

@@ -140,11 +140,13 @@ class Arena:
                 size = self._reserved[0]
             try:
                 self._grow(size)
-            except UnsupportedError:  # whoever needs the memory meets the same error in its own thread
+            except BaseException as error:
                 with self._changed:
                     self._reserved.clear()
                     self._changed.notify_all()
-                return
+                if isinstance(error, UnsupportedError):  # whoever needs the memory meets it in its own thread
+                    return
+                raise
             with self._changed:
                 self._reserved.popleft()
                 self._changed.notify_all()

@@ -55,14 +55,13 @@ class MemoryBudget:
     def begin(self, device: torch.device, tokens: int) -> None:
         """A forward with gradients starts."""
         self._device = device
-        if not tokens or not self.memory.is_known(device):
+        if not tokens or not self.layers or not self.memory.is_known(device):
             self.plan = None
             return
         now = self.memory.allocated(device)
         if self._forwards == 0:
             self._before, self._extra = now, 0
         self._forwards += 1
-        self._together = max(self._together, self._forwards)
         self._tokens = tokens
         self.plan = self._choose(now)
         if self.plan is not None:
@@ -87,13 +86,13 @@ class MemoryBudget:
 
     def backward_started(self, grad: Any = None) -> None:
         """The backward of the last layer starts."""
-        self._forwards = 0
+        self._together, self._forwards = max(self._together, self._forwards), 0
         if self.memory.is_known(self._device):
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_ended)
 
     def backward_ended(self) -> None:
         """Note the peak now: whoever measures may start a new one between two steps."""
-        self._forwards = 0
+        self._together, self._forwards = max(self._together, self._forwards), 0
         self._need = max(self._need, self.memory.peak(self._device) - self._before - self._extra)
         self._longest = max(self._longest, self._tokens)
 

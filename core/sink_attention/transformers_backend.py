@@ -168,7 +168,7 @@ def _documents(
             remedy="Flatten the batch, or describe the documents by position_ids.",
         )
     if cu_seqlens is not None:
-        return documents_from_cu_seqlens(cu_seqlens, keys)
+        return _of_positions.get(cu_seqlens, keys, lambda: documents_from_cu_seqlens(cu_seqlens, keys))
     if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == keys:
         return _of_positions.get(
             position_ids, batch, lambda: documents_from_position_ids(position_ids).expand(batch, -1)

@@ -81,7 +81,7 @@ def part_kernel(
     top_M = tl.full([M], -1e30, tl.float32)
     total_M = tl.zeros([M], tl.float32)
     acc_MD = tl.zeros([M, D], tl.float32)
-    for start in tl.range(low, end, N):
+    for start in tl.range(tl.maximum(low, first_key // N * N), end, N):
         acc_MD, top_M, total_M = _attend(
             acc_MD, top_M, total_M, q_MD, k, v, key_mask, k_stride_s, v_stride_s, start, keys, i_M, first_M,
             scale, softcap, HEAD, N, D, True, SOFTCAP, True,

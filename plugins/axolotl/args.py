@@ -15,7 +15,7 @@ from unsloth_plugins.core import UnslothConfig
 from unsloth_plugins.core.errors import ConfigError
 
 _FIELDS = {field.name: field for field in dataclasses.fields(UnslothConfig)}
-_CAN_BE_OFF = ("attention", "experts", "layers", "lora", "loss")
+_CAN_BE_OFF = ("attention", "experts", "layers", "lora", "loss", "host_memory_gib")
 _OFF = "off"
 _OWN = {"quiet": (bool, False), "save_merged": (str | None, None), "merged_dtype": (str, "bf16")}
 """Options of this adapter: type and default."""
@@ -60,12 +60,17 @@ class _Options(BaseModel):
     @classmethod
     def _check(cls, data: Any) -> Any:
         config = config_of(data)
-        return {name: getattr(config, name) if name in _FIELDS else data[name] for name in data}
+        options = {name: getattr(config, name) if name in _FIELDS else data[name] for name in data}
+        if options.get("save_merged") in (_OFF, False):
+            options["save_merged"] = None
+        return options
 
     @model_serializer(mode="plain")
     def _keep_off(self) -> dict[str, Any]:
         """Only what was set; Axolotl drops ``None`` from a validated config, and to us it means something."""
-        return {name: _OFF if (value := getattr(self, name)) is None else value for name in self.model_fields_set}
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        off = {name: _OFF for name, value in given.items() if value is None and name in _CAN_BE_OFF}
+        return {name: value for name, value in given.items() if value is not None} | off
 
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from unsloth_plugins.core import UnslothConfig, applied_to, apply
 from unsloth_plugins.core.errors import ConfigError, ConflictError
-from unsloth_plugins.core.export import MergeReport, check_model, merge_model
+from unsloth_plugins.core.export import MergeReport, check_model, check_whole, merge_model
 from unsloth_plugins.hf_trainer.conflicts import check_arguments
 from unsloth_plugins.trainer_metrics import TrainerMetrics
 
@@ -111,6 +111,7 @@ class UnslothCallback(TrainerMetrics):
         """
         if not self._trained:
             raise ConfigError(expected="a trained model", got="none", remedy="Call trainer.train() first.")
+        check_whole(self._trained["model"])  # on every process: one that raised alone would leave the others waiting
         if not self._trained["state"].is_world_process_zero:
             return None
         report = merge_model(

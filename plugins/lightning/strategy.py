@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from unsloth_plugins.core import Applied, UnslothConfig
 from unsloth_plugins.core.errors import ConfigError, ModelError, UnsupportedError
-from unsloth_plugins.core.export import MergeReport, merge_model
+from unsloth_plugins.core.export import MergeReport, check_whole, merge_model
 from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import add_missing_adapters
 from unsloth_plugins.lightning.callback import MetricsMixin
@@ -120,6 +120,7 @@ class StrategyMixin(_Base):
         """
         if self.lightning_module is None:
             raise ConfigError(expected="a trained module", got="none", remedy="Call trainer.fit first.")
+        check_whole(self.lightning_module)  # on every process: one that raised alone would leave the others waiting
         return merge_model(self.lightning_module, output, dtype=dtype, **options) if self.is_global_zero else None
 
     # --- checkpoints

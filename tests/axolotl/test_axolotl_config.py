@@ -196,3 +196,14 @@ def test_a_failed_import_of_ours_stops_axolotl(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode != 0
     assert "unsloth_plugins.axolotl to import beside the installed axolotl" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("value", [None, "off", False])
+@pytest.mark.parametrize("name", ["attention", "host_memory_gib", "save_merged"])
+def test_nothing_survives_axolotls_validation_as_nothing(name: str, value: object) -> None:
+    """Axolotl dumps a validated config and drops ``None`` from it."""
+    options = UnslothOptions(**{name: value})
+    dumped = {key: each for key, each in options.model_dump().items() if each is not None}
+    assert "save_merged" not in dumped
+    if name != "save_merged":
+        assert getattr(config_of(dumped), name) is None
