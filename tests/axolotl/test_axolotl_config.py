@@ -202,6 +202,8 @@ def test_a_failed_import_of_ours_stops_axolotl(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["attention", "host_memory_gib", "save_merged"])
 def test_nothing_survives_axolotls_validation_as_nothing(name: str, value: object) -> None:
     """Axolotl dumps a validated config and drops ``None`` from it."""
+    from unsloth_plugins.axolotl.args import UnslothOptions, config_of
+
     options = UnslothOptions(**{name: value})
     dumped = {key: each for key, each in options.model_dump().items() if each is not None}
     assert "save_merged" not in dumped
