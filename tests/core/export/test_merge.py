@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export import merge, merge_model, record_base
-from unsloth_plugins.core.export.base import open_base
+from unsloth_plugins.core.export.base import base_of_model, open_base
 from unsloth_plugins.core.mxfp4 import decode, load_mxfp4
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -485,3 +485,17 @@ def test_a_merge_loads_neither_transformers_nor_peft(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_sharded_model_is_refused_by_every_process() -> None:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(tiny_llama(), mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(UnsupportedError, match="sharded over processes"):
+            base_of_model(model)
+    finally:
+        distributed.destroy_process_group()

@@ -284,3 +284,15 @@ def test_case_13_pinning_fails_with_one_warning_and_goes_on() -> None:
         got = step(blocks, x, labels, store)
     assert all(torch.equal(a, b) for a, b in zip(got, step(blocks, x, labels, None), strict=True))
     assert len(seen) == 1 and "pinned" in str(seen[0].message) and "WSL" in str(seen[0].message)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_background_thread_that_dies_leaves_nobody_waiting() -> None:
+    def pin(memory: torch.Tensor) -> bool:
+        raise RuntimeError("a sticky error of the driver")
+
+    arena = Arena(pin)
+    arena.reserve(4096, 3)
+    with pytest.raises(RuntimeError, match="sticky"):
+        arena.take(4096)  # waits for the thread, then meets the same error itself
+    assert not arena._reserved

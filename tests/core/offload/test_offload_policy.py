@@ -99,6 +99,19 @@ def test_layers_are_kept_from_the_second_step_on_and_fewer_of_longer_ones() -> N
     assert budget.plan is not None and budget.layers - budget.plan.first_kept == 1
 
 
+def test_steps_without_checkpoints_do_not_count_as_forwards_that_share_a_backward() -> None:
+    budget = MemoryBudget(FakeMemory(80))
+    for _ in range(5):
+        budget.begin(torch.device("cuda"), 8)  # no layer asks
+    budget.layers = 4
+    budget.begin(torch.device("cuda"), 8)
+    budget.backward_ended()
+    for index in range(4):
+        budget.measured(index, 8, 18, 2)
+    budget.begin(torch.device("cuda"), 8)
+    assert budget.plan is not None and budget.plan.first_kept == 0
+
+
 def test_forwards_that_share_one_backward_share_the_memory() -> None:
     budget = measured(80)
     for _ in range(2):  # two forwards, one backward: what is kept of the first is in use at the second
