@@ -168,9 +168,10 @@ class Applied:
             self._note("lora", "left alone", others or "no adapter on a linear layer so far")
             return
         detail = f"{ours} linear layers, {groups} groups that read their input once"
-        if self.config.lora == "auto":
-            detail += ", on CUDA"
-        self._note("lora", "on", f"{detail}; {others}" if others else detail)
+        fused = self.config.lora == "fused" or next(iter(self.parts.decoder.parameters())).is_cuda
+        if not fused:
+            detail += ": on CUDA only"
+        self._note("lora", "on" if fused else "left alone", f"{detail}; {others}" if others else detail)
 
     def _note(self, feature: str, state: Literal["on", "left alone"], detail: str) -> None:
         row = Row(feature, state, detail)
@@ -263,8 +264,9 @@ class Applied:
         found = ", ".join(f"{count} {kind}" for kind, count in counts.items())
         how = "Triton kernels" if resolved == "triton" else "plain PyTorch"
         if choice == "auto" and resolved == "reference":
-            how = "the model's own for now"
-        self._note("layers", "on", f"{found}: {how} ({why})")
+            self._note("layers", "left alone", f"{found}: kernels on CUDA only ({why})".replace("torch.", ""))
+            return
+        self._note("layers", "on", f"{found}: {how} ({why})".replace("torch.", ""))
 
     def add_adapters(self) -> None:
         """Add the LoRA on experts that adapters in training ask for and PEFT could not create; say so.
