@@ -66,7 +66,7 @@ options: .venv/.ready
 	touch $@
 
 test-vllm: .venv/.ready .venv-vllm/.ready
-	$(PYTEST) -q -rs tests/vllm
+	$(PYTEST) -q -rs tests/in_vllm
 
 gpu-test: .venv/.ready
 	$(PYTEST) -q -m gpu
