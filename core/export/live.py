@@ -59,7 +59,9 @@ def merge_model(
         )
 
 
-def check_model(model: Any, output: str | Path, *, dtype: str = "bf16") -> None:
+def check_model(
+    model: Any, output: str | Path, *, dtype: str = "bf16", adapter_output: str | Path | None = None
+) -> None:
     """Before a run that ends with ``merge_model``: refuse now what would be refused then.
 
     Raises:
@@ -67,6 +69,8 @@ def check_model(model: Any, output: str | Path, *, dtype: str = "bf16") -> None:
     """
     check_dtype(dtype)
     check_new(Path(output))
+    if adapter_output is not None:
+        check_new(Path(adapter_output))
     model, active = _peft_model(model)
     check_kind(model.peft_config[active].to_dict(), f"the adapter {active!r}")
     base = base_of_model(model)

@@ -5,6 +5,8 @@ Shape suffixes: B batch, T queries, S keys, H query heads, K key/value heads, D 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from unsloth_plugins.core.errors import ShapeError, UnsupportedError
@@ -51,7 +53,7 @@ def sink_attention(
             wherever it can run, or ``fa4`` where that is installed and measured faster (`backends`).
         deterministic: whether equal inputs give equal bits also from ``fa4``, whose sums are in no fixed order
             otherwise; ``None`` follows ``torch.are_deterministic_algorithms_enabled()``. ``triton`` and ``reference``
-            always are.
+            always are; ``flex`` promises nothing, and refuses ``True``.
         return_lse: also return the log normaliser.
 
     Returns:
@@ -83,72 +85,45 @@ def sink_attention(
         softcap is not None or scale <= 0,
     )
     resolved, _ = resolve_backend(backend, call)
+    given: dict[str, Any] = {"window": window, "documents_BS": documents_BS, "scale": scale}
+    capped: dict[str, Any] = {"key_mask_BS": key_mask_BS, "softcap": softcap}
     if resolved == "fa4":
         from unsloth_plugins.core.sink_attention.fa4 import has_holes, sink_attention_fa4
 
-        if has_holes(key_mask_BS):
-            if backend == "fa4":
-                raise UnsupportedError(
-                    expected="no padding, for attention backend 'fa4'",
-                    got="a key mask with zeros",
-                    remedy="Choose 'auto', or train on packed sequences.",
-                )
-            resolved = "triton"
-    if resolved == "fa4":
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        o_BTHD, lse_BHT = sink_attention_fa4(
-            q_BTHD,
-            k_BSKD,
-            v_BSKD,
-            sink_H,
-            window=window,
-            documents_BS=documents_BS,
-            scale=scale,
-            deterministic=deterministic,
-            head_groups=head_groups,
-        )
-    elif resolved == "flex":
+        if not has_holes(key_mask_BS):
+            if deterministic is None:
+                deterministic = torch.are_deterministic_algorithms_enabled()
+            o_BTHD, lse_BHT = sink_attention_fa4(
+                q_BTHD, k_BSKD, v_BSKD, sink_H, **given, deterministic=deterministic, head_groups=head_groups
+            )
+            return (o_BTHD, lse_BHT) if return_lse else o_BTHD
+        if backend == "fa4":
+            raise UnsupportedError(
+                expected="no padding, for attention backend 'fa4'",
+                got="a key mask with zeros",
+                remedy="Choose 'auto', or train on packed sequences.",
+            )
+        resolved = "triton"
+    if resolved == "flex":
         from unsloth_plugins.core.sink_attention.flex import sink_attention_flex
 
-        o_BTHD, lse_BHT = sink_attention_flex(
-            q_BTHD,
-            k_BSKD,
-            v_BSKD,
-            sink_H,
-            window=window,
-            documents_BS=documents_BS,
-            key_mask_BS=key_mask_BS,
-            scale=scale,
-            softcap=softcap,
-        )
+        if deterministic:
+            raise UnsupportedError(
+                expected="a backend that promises the same bits, for deterministic=True",
+                got="'flex', which does not",
+                remedy="Choose 'triton' or 'fa4'.",
+            )
+        o_BTHD, lse_BHT = sink_attention_flex(q_BTHD, k_BSKD, v_BSKD, sink_H, **given, **capped)
     elif resolved == "triton":
         from unsloth_plugins.core.sink_attention.triton_op import sink_attention_triton
 
         o_BTHD, lse_BHT = sink_attention_triton(
-            q_BTHD,
-            k_BSKD,
-            v_BSKD,
-            sink_H,
-            window=window,
-            documents_BS=documents_BS,
-            key_mask_BS=key_mask_BS,
-            scale=scale,
-            softcap=softcap,
-            head_groups=head_groups,
+            q_BTHD, k_BSKD, v_BSKD, sink_H, **given, **capped, head_groups=head_groups
         )
     else:
+        given["documents_BS"] = None if documents_BS is None else number_runs(documents_BS)
         o_BTHD, lse_BHT = sink_attention_reference(
-            q_BTHD,
-            k_BSKD,
-            v_BSKD,
-            sink_H,
-            window=window,
-            documents_BS=None if documents_BS is None else number_runs(documents_BS),
-            key_mask_BS=key_mask_BS,
-            scale=scale,
-            softcap=softcap,
-            block_size=block_size,
+            q_BTHD, k_BSKD, v_BSKD, sink_H, **given, **capped, block_size=block_size
         )
     return (o_BTHD, lse_BHT) if return_lse else o_BTHD
 

@@ -82,7 +82,8 @@ class UnslothCallback(TrainerMetrics):
             )
         self._trained = {"model": kwargs["model"], "tokenizer": kwargs.get("processing_class"), "state": state}
         if self._merged_output is not None:
-            check_model(kwargs["model"], self._merged_output, dtype=self._merged_dtype)
+            beside = _adapter_beside(self._merged_output)
+            check_model(kwargs["model"], self._merged_output, dtype=self._merged_dtype, adapter_output=beside)
         self._apply(args, kwargs["model"])
         assert self.applied is not None
         self.applied.sync_checkpointing()
@@ -94,7 +95,7 @@ class UnslothCallback(TrainerMetrics):
         """Write the merged model, if that was asked for; the best checkpoint has been loaded by now, if that was."""
         super().on_train_end(args, state, control, **kwargs)
         if self._merged_output is not None:
-            beside = self._merged_output.with_name(f"{self._merged_output.name}-adapter")
+            beside = _adapter_beside(self._merged_output)
             self.save_merged(self._merged_output, dtype=self._merged_dtype, adapter_output=beside)
 
     def save_merged(self, output: str | Path, *, dtype: str = "bf16", **options: Any) -> MergeReport | None:
@@ -125,3 +126,7 @@ class UnslothCallback(TrainerMetrics):
         kept = before is not None and not self._chosen
         check_arguments(args, before.config if before is not None and kept else self.config)
         self.applied = apply(model, before.config if before is not None and kept else self.config)
+
+
+def _adapter_beside(merged: Path) -> Path:
+    return merged.with_name(f"{merged.name}-adapter")

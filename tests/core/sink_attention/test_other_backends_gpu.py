@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_cases import Case, run_case
 
+from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.sink_attention import fa4, sink_attention
 from unsloth_plugins.core.sink_attention.backends import Call, resolve_backend, why_not_fa4
 
@@ -47,6 +48,12 @@ def test_fa4_no_worse_than_eager(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["257 tokens", "window 128", "packed", "no sink", *FLEX_ONLY])
 def test_flex_no_worse_than_eager(name: str) -> None:
     run_case((CASES | FLEX_ONLY)[name], torch.bfloat16, "cuda", "flex")
+
+
+def test_flex_promises_no_bits() -> None:
+    q = torch.randn(1, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="deterministic=True"):
+        sink_attention(q, q, q, backend="flex", deterministic=True)
 
 
 def test_auto_takes_fa4_where_the_table_says_so_and_never_with_padding() -> None:
