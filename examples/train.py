@@ -123,8 +123,6 @@ def fine_tune(
     model = make()
     callbacks = [UnslothCallback()] if ours else []
     trainer = Trainer(model, args, collator, train_dataset=train, eval_dataset=held_out or None, callbacks=callbacks)
-    if ours:
-        console.print(callbacks[0].applied.report())
     before = math.exp(trainer.evaluate()["eval_loss"]) if held_out else math.nan
     started = time.perf_counter()
     trainer.train(resume_from_checkpoint=resume or None)
