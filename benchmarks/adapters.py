@@ -1,4 +1,4 @@
-"""The same training steps in transformers' Trainer, in Lightning and in a bare loop: what an adapter costs.
+"""The same training steps in transformers' Trainer, Lightning, Axolotl and a bare loop: what an adapter costs.
 
 Each runs in a process of its own from the same checkpoint of random weights: LoRA on all linear layers and experts,
 bf16 autocast, gradient checkpointing, batch 1, learning rate zero. A step is timed from the end of the one before it,
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--optimizer", choices=("adamw_8bit", "adamw"), default="adamw_8bit")
-    parser.add_argument("--trainers", default=",".join(TRAINERS), help="any of %(default)s")
+    parser.add_argument("--trainers", default="bare,hf,lightning", help=f"any of {', '.join(TRAINERS)}")
     parser.add_argument("--checkpoint", type=Path, help="keep the random weights here, and use them if they are there")
     parser.add_argument("--commit", help="shown in the rows (default: git's)")
     parser.add_argument("--json", type=Path, help="write the rows here")
@@ -193,10 +193,59 @@ def _lightning(options: dict[str, Any], clock: Clock) -> tuple[Any, float]:
     return module.model, module.last
 
 
+def _axolotl(options: dict[str, Any], clock: Clock) -> tuple[Any, float]:
+    import torch
+    import yaml
+    from axolotl.cli.config import load_cfg
+    from axolotl.common.datasets import load_datasets
+    from axolotl.train import train
+
+    from benchmarks import axolotl_clock
+
+    axolotl_clock.step_is_over = clock.step_is_over
+    policy = POLICIES[options["policy"]]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        row = {key: value.tolist() for key, value in _row(options).items()}
+        row["attention_mask"] = [1] * options["ctx"]
+        (folder / "data.jsonl").write_text((json.dumps(row) + "\n") * options["steps"])
+        settings = {
+            "base_model": options["path"],
+            "plugins": ["unsloth_plugins.axolotl.UnslothPlugin", "benchmarks.axolotl_clock.ClockPlugin"],
+            "datasets": [{"path": str(folder / "data.jsonl"), "ds_type": "json", "type": None}],
+            "dataset_prepared_path": str(folder / "prepared"),
+            "output_dir": str(folder / "out"),
+            "sequence_len": options["ctx"],
+            "adapter": "lora",
+            "lora_r": options["rank"],
+            "lora_alpha": options["rank"],
+            "lora_target_modules": TARGETS,
+            "micro_batch_size": 1,
+            "gradient_accumulation_steps": 1,
+            "max_steps": options["steps"],
+            "learning_rate": 0.0,
+            "lr_scheduler": "constant",
+            "optimizer": "adamw_8bit" if options["optimizer"] == "adamw_8bit" else "adamw_torch",
+            "max_grad_norm": 0.0,
+            "bf16": True,
+            "attn_implementation": "eager",
+            "gradient_checkpointing": True,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "use_cpu": None if torch.cuda.is_available() else True,
+            **({"unsloth": policy} if policy else {}),
+        }
+        (folder / "config.yml").write_text(yaml.safe_dump({k: v for k, v in settings.items() if v is not None}))
+        cfg = load_cfg(str(folder / "config.yml"))
+        model, _, trainer = train(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
+    return model, [log["loss"] for log in trainer.state.log_history if "loss" in log][-1]
+
+
 TRAINERS: dict[str, Callable[[dict[str, Any], Clock], tuple[Any, float]]] = {
     "bare": _bare,
     "hf": _hf,
     "lightning": _lightning,
+    "axolotl": _axolotl,
 }
 
 
@@ -221,13 +270,15 @@ def _child(options: dict[str, Any]) -> dict[str, Any]:
         "loss": loss,
         "trainable_params": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "backend": next((row.detail for row in applied.rows if row.feature == "attention"), ""),
-        "versions": rows.versions() | rows.versions_of("lightning", "accelerate"),
+        "versions": rows.versions() | rows.versions_of("lightning", "accelerate", "axolotl"),
     }
 
 
 def _measure(name: str, settings: dict[str, Any], log: Path) -> dict[str, Any]:
     """The row of one trainer, from a process of its own."""
-    environment = dict(os.environ, HF_HUB_OFFLINE="1", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    environment = dict(
+        os.environ, HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"
+    )
     command = [sys.executable, "-m", "benchmarks.adapters", json.dumps(settings | {"impl": name})]
     with log.open("w") as errors:
         done = subprocess.run(

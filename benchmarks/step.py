@@ -1,7 +1,8 @@
 """One training step of gpt-oss or Mistral-7B at true size, LoRA on all linear layers, batch 1, against its peers.
 
-Every implementation runs in a process of its own from the same checkpoint of random weights; repeats are interleaved
-and medians reported. The learning rate is zero, so every step sees the same weights.
+Every implementation runs in a process of its own from the same checkpoint of random weights; they take turns, three
+steps in a row after one untimed one, and medians are reported. The learning rate is zero, so every step sees the same
+weights.
 """
 
 from __future__ import annotations

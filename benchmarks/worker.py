@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import statistics
 import sys
 import time
 import traceback
@@ -17,6 +18,7 @@ from typing import Any
 from benchmarks.rows import versions
 
 MARK = "@row "
+STEPS = 3  # of one measurement
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 POLICIES: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -196,7 +198,10 @@ class Stepper:
         return loss.item(), length
 
     def measure(self, ctx: int, warm_up: bool) -> dict[str, Any]:
-        """Seconds of one step; the first time at a length, warm up and report loss, norm and memory."""
+        """Median seconds of ``STEPS`` steps in a row; the first time at a length, report loss and norm as well.
+
+        One step goes before them, so that no time of theirs goes into getting memory from the driver.
+        """
         torch = self.torch
         cuda = self.device.type == "cuda"
         answer: dict[str, Any] = {}
@@ -205,13 +210,17 @@ class Stepper:
                 answer["loss"], answer["grad_norm"] = self.step(ctx, norm=True)
             gc.collect()
             _reset_memory()
-            if cuda:
-                torch.cuda.synchronize()
-            started = time.perf_counter()
             self.step(ctx)
-            if cuda:
-                torch.cuda.synchronize()
-            answer["step_s"] = time.perf_counter() - started
+            times = []
+            for _ in range(STEPS):
+                if cuda:
+                    torch.cuda.synchronize()
+                started = time.perf_counter()
+                self.step(ctx)
+                if cuda:
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter() - started)
+            answer["step_s"] = statistics.median(times)
             answer |= _memory()
         except torch.OutOfMemoryError:
             answer["oom"] = True

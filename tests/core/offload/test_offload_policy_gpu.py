@@ -43,7 +43,7 @@ def test_auto_keeps_what_fits_under_the_cap_and_changes_no_gradient() -> None:
     assert most > 1.5 * least
     total = torch.cuda.get_device_properties(0).total_memory
     kept = []
-    for share in (0.3, 0.6, 1.2):
+    for share in (0.3, 0.6, 2.0):  # the last one has room for the recompute that keeping all saves
         applied = apply(model, **shared)
         gc.collect()
         torch.cuda.empty_cache()
@@ -64,7 +64,7 @@ def test_auto_keeps_what_fits_under_the_cap_and_changes_no_gradient() -> None:
 
 def test_mixed_lengths_stay_under_the_cap() -> None:
     model = llama()
-    applied = apply(model, gradient_checkpointing=True, offload_min_bytes=0)
+    applied = apply(model, attention="triton", gradient_checkpointing=True, offload_min_bytes=0)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.reset_peak_memory_stats()
