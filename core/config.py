@@ -10,7 +10,7 @@ from typing import Any, Literal
 from unsloth_plugins.core.errors import ConfigError
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "attention": ("auto", "triton", "fa4", "flex", "reference", None),
+    "attention": ("auto", "triton", "fa4", "flex", "eager", None),
     "experts": ("auto", "reference", "grouped_mm", None),
     "layers": ("auto", "triton", "reference", None),
     "lora": ("auto", "fused", None),
@@ -24,10 +24,10 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 class UnslothConfig:
     """What ``apply`` does to a model. ``None`` means off; the defaults are right for someone who sets nothing."""
 
-    attention: Literal["auto", "triton", "fa4", "flex", "reference"] | None = "auto"
+    attention: Literal["auto", "triton", "fa4", "flex", "eager"] | None = "auto"
     """``auto`` takes over attention with sinks (gpt-oss), by the fastest kernels that run, and leaves other models on
     their own implementation; ``triton`` (our kernels), ``fa4`` (flash-attn-4), ``flex`` (torch's flex attention) and
-    ``reference`` (plain PyTorch) take over every recognised attention and raise where they can't; ``None`` leaves all
+    ``eager`` (plain PyTorch) take over every recognised attention and raise where they can't; ``None`` leaves all
     alone."""
 
     experts: Literal["auto", "reference", "grouped_mm"] | None = "auto"

@@ -17,8 +17,8 @@ from packaging.version import Version
 from unsloth_plugins.core.device import why_no_triton
 from unsloth_plugins.core.errors import UnsupportedError
 
-Backend = Literal["auto", "triton", "fa4", "flex", "reference"]
-Resolved = Literal["triton", "fa4", "flex", "reference"]
+Backend = Literal["auto", "triton", "fa4", "flex", "eager"]
+Resolved = Literal["triton", "fa4", "flex", "eager"]
 MAX_HEAD_SIZE = 256
 FA4_LEAST = Version("4.0.0b26")  # the first with the sink's gradient on Hopper
 NARROW = 512  # keys: windows up to this have kernels of their own
@@ -79,8 +79,8 @@ def resolve_backend(choice: Backend, call: Call) -> tuple[Resolved, str]:
             got=repr(choice),
             remedy="Leave it out for the default.",
         )
-    if choice == "reference":
-        return "reference", "asked for"
+    if choice == "eager":
+        return "eager", "asked for"
     if choice != "auto":
         reason = {"triton": why_not_triton, "fa4": why_not_fa4, "flex": why_not_flex}[choice](call)
         if reason is not None:
@@ -94,7 +94,7 @@ def resolve_backend(choice: Backend, call: Call) -> tuple[Resolved, str]:
         return "fa4", f"flash-attn-4 {fa4_version()}, measured faster for heads of {call.head_size}"
     reason = why_not_triton(call)
     if reason is not None:
-        return "reference", f"no kernel: {reason}"
+        return "eager", f"no kernel: {reason}"
     return "triton", _kernels(call)
 
 

@@ -49,10 +49,10 @@ def sink_attention(
         head_groups: the kernels' backward pass takes the key/value heads in so many groups, one after the other, so
             that its temporaries exist for one group at a time; same result.
         backend: ``triton`` for our kernels (CUDA, D <= 256, fp16, bf16 or fp32), ``fa4`` for flash-attn-4 and ``flex``
-            for torch's flex attention where they can run, ``reference`` for plain PyTorch. ``auto`` is ``triton``
+            for torch's flex attention where they can run, ``eager`` for plain PyTorch. ``auto`` is ``triton``
             wherever it can run, or ``fa4`` where that is installed and measured faster (`backends`).
         deterministic: whether equal inputs give equal bits also from ``fa4``, whose sums are in no fixed order
-            otherwise; ``None`` follows ``torch.are_deterministic_algorithms_enabled()``. ``triton`` and ``reference``
+            otherwise; ``None`` follows ``torch.are_deterministic_algorithms_enabled()``. ``triton`` and ``eager``
             always are; ``flex`` promises nothing, and refuses ``True``.
         return_lse: also return the log normaliser.
 

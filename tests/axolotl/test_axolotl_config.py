@@ -43,10 +43,8 @@ def load(folder: Path, **options: Any) -> Any:
 def test_options_arrive_with_the_same_names(folder: Path) -> None:
     from unsloth_plugins.axolotl.args import config_of
 
-    cfg = load(folder, unsloth={"loss_chunk_mib": 64, "gradient_checkpointing": True, "attention": "reference"})
-    assert config_of(cfg.unsloth) == UnslothConfig(
-        loss_chunk_mib=64, gradient_checkpointing=True, attention="reference"
-    )
+    cfg = load(folder, unsloth={"loss_chunk_mib": 64, "gradient_checkpointing": True, "attention": "eager"})
+    assert config_of(cfg.unsloth) == UnslothConfig(loss_chunk_mib=64, gradient_checkpointing=True, attention="eager")
     assert config_of(load(folder).unsloth) == UnslothConfig()
     assert config_of(load(folder, unsloth={}).unsloth) == UnslothConfig()
 

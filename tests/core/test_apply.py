@@ -97,13 +97,13 @@ def test_the_chosen_attention_reaches_the_op_of_this_model_only(monkeypatch: pyt
     monkeypatch.setattr(transformers_backend, "sink_attention", spy)
     one, two = tiny_gpt_oss(), tiny_gpt_oss()
     state = _state(one)
-    applied = apply(one, attention="reference")
-    assert "reference sink attention (asked for)" in applied.report()
-    assert "reference sink attention (no kernel: a tensor on cpu)" in apply(two).report()
+    applied = apply(one, attention="eager")
+    assert "eager sink attention (asked for)" in applied.report()
+    assert "eager sink attention (no kernel: a tensor on cpu)" in apply(two).report()
     batch = batch_of(1, 5)
     one(**batch)
     two(**batch)
-    assert chosen == ["reference"] * 4 + ["auto"] * 4
+    assert chosen == ["eager"] * 4 + ["auto"] * 4
     applied.undo()
     assert _state(one) == state
 
@@ -360,7 +360,7 @@ class TestErrors:
             apply(model, experts="grouped_mm")
         assert _state(model) == state
         with pytest.raises(UnsupportedError, match="attention"):
-            apply(TINY["gpt2"](), attention="reference")
+            apply(TINY["gpt2"](), attention="eager")
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels could run")
     def test_attention_kernels_without_a_device_for_them(self) -> None:
@@ -374,7 +374,7 @@ class TestErrors:
         model = tiny_gpt_oss(attention_dropout=0.1)
         assert "dropout" in apply(model).report()
         with pytest.raises(UnsupportedError, match="dropout"):
-            apply(model, attention="reference")
+            apply(model, attention="eager")
 
     def test_kernels_from_the_hub(self) -> None:
         model = tiny_llama()

@@ -29,8 +29,8 @@ def test_case_19_dropout_autocast_and_routing_are_the_same_in_the_recompute() ->
     config = LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     plain = get_peft_model(base, config)
     ours = twin(plain)
-    applied = apply(ours, attention="reference", gradient_checkpointing=True, memory_policy="offload_all")
-    apply(plain, attention="reference", gradient_checkpointing=False)
+    applied = apply(ours, attention="eager", gradient_checkpointing=True, memory_policy="offload_all")
+    apply(plain, attention="eager", gradient_checkpointing=False)
     applied.store.min_bytes, applied.store._engine = 0, lambda device: SimulatedCopies(eager=0.3)
     ids = torch.randint(2, 160, (2, 12), generator=torch.Generator().manual_seed(0))
     results = []

@@ -148,8 +148,8 @@ def test_kept_layers_run_once_and_gradients_stay_the_same(make) -> None:  # type
     ref = make(num_hidden_layers=4, attention_dropout=0.0)
     ours = twin(ref)
     batch = batch_of(2, 16)
-    applied = apply(ours, attention="reference", gradient_checkpointing=True, offload_min_bytes=0)
-    plain = apply(ref, attention="reference", gradient_checkpointing=True, memory_policy="on_device")
+    applied = apply(ours, attention="eager", gradient_checkpointing=True, offload_min_bytes=0)
+    plain = apply(ref, attention="eager", gradient_checkpointing=True, memory_policy="on_device")
     assert applied.budget is not None and plain.budget is None
     applied.budget.memory = FakeMemory(10**6)
     counted = Counted(ours)
