@@ -21,7 +21,8 @@ SHARED_KB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 def test_programs_fit_and_spill_nothing(capability: int, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), str(capability), "float16" if capability == 75 else "bfloat16"]
-    paths = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(SCRIPT.parent.parent)}
+    path = os.pathsep.join([str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, env=environment | paths)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]

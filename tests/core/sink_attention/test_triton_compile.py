@@ -20,11 +20,12 @@ SHARED_KB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 def compile_all(capability: int, dtype: str, head_sizes: str, candidates: str, cache: Path) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join([str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(capability), dtype, head_sizes, candidates],
         capture_output=True,
         text=True,
-        env=environment | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(SCRIPT.parents[2])},
+        env=environment | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
