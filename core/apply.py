@@ -33,6 +33,7 @@ from unsloth_plugins.core.offload.budget import MemoryBudget
 from unsloth_plugins.core.offload.checkpoint import LayerCheckpoint
 from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.patches import PatchSet
+from unsloth_plugins.core.ranks import is_first
 
 logger = logging.getLogger("unsloth_plugins")
 
@@ -215,7 +216,7 @@ class Applied:
             if self.parts.has_sinks:
                 _warn("Attention with sinks is left alone: %s. Packed documents may see each other.", reason)
             return
-        backend, why = attention_backend(self.parts, choice)
+        choice, backend, why = attention_backend(self.parts, choice)
         self._configs = patch_attention(self.parts, self._patches, choice)
         self._note("attention", "on", f"{backend} sink attention ({why}), linear memory, packed documents kept apart")
 
@@ -356,7 +357,7 @@ class Applied:
 
 def _warn(message: str, *values: object) -> None:
     """Once for all processes of a run: they do the same things."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()):
+    if is_first():
         logger.warning(message, *values)
 
 
@@ -425,5 +426,6 @@ def apply(model: nn.Module, config: UnslothConfig | None = None, **options: Any)
         parts = recognise(model)
     applied = Applied(model, config, parts)
     applied._run()
-    logger.info("%s", applied.report())
+    if is_first():
+        logger.info("%s", applied.report())
     return applied

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
+from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.patches import PatchSet
+from unsloth_plugins.core.ranks import answer_of_first
 from unsloth_plugins.core.sink_attention.backends import Backend, Call, prefers_fa4, resolve_backend
 
 NAME = "unsloth_sinks"
@@ -70,18 +72,38 @@ class ConfigSwap:
         self._pairs.clear()
 
 
-def attention_backend(parts: ModelParts, choice: Backend) -> tuple[str, str]:
-    """What ``choice`` means for this model as it is now, and why.
+def attention_backend(parts: ModelParts, choice: Backend) -> tuple[Backend, str, str]:
+    """The backend for this instance, the same on every rank.
+
+    ``auto`` stays ``auto``, which chooses by the table at each call, unless rank 0 has other packages or another device
+    than this rank; then it is what rank 0 takes.
+
+    Returns:
+        The backend to note on the instance, what that means for this model as it is now, and why.
 
     Raises:
-        UnsupportedError: ``triton`` was asked for and can't run.
+        UnsupportedError: the backend, asked for or taken by rank 0, can't run here; or rank 0 does not apply.
     """
     model: Any = parts.causal_lm
     size = getattr(parts.layers[0].attention, "head_dim", 0)
-    backend, why = resolve_backend(choice, Call(model.device, model.dtype, size))
-    if choice == "auto" and prefers_fa4(Call(model.device, model.dtype, size, 1 << 20, 1 << 20)):
-        return backend, f"{why}; fa4 on long full layers, measured faster"
-    return backend, why
+    call = Call(model.device, model.dtype, size)
+    backend, why = resolve_backend(choice, call)
+    if choice != "auto":
+        return choice, backend, why
+    fa4 = prefers_fa4(Call(model.device, model.dtype, size, 1 << 20, 1 << 20))
+    device, mine = model.device.type, f"{backend} and fa4" if fa4 else backend
+    answer = answer_of_first(f"attention backend for heads of {size}, {model.dtype}", f"{device}: {mine}")
+    its_device, _, first = answer.partition(": ")
+    if first == mine or its_device != device:  # a model that is still to be moved says nothing about the others
+        return choice, backend, f"{why}; fa4 on long full layers, measured faster" if fa4 else why
+    if first.endswith(" and fa4"):
+        raise UnsupportedError(
+            expected="flash-attn-4 on every rank, since rank 0 takes it",
+            got=f"a rank that would take {mine}",
+            remedy="Install the same packages everywhere, or choose attention='triton'.",
+        )
+    taken = cast(Backend, first)
+    return taken, resolve_backend(taken, call)[0], "chosen by rank 0"
 
 
 def patch_attention(parts: ModelParts, patches: PatchSet, choice: Backend = "auto") -> ConfigSwap:

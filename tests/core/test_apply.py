@@ -85,6 +85,27 @@ def test_config_changes_made_while_applied_survive_undo() -> None:
     assert model.config is original and original.use_cache is False and original._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        ("cpu: eager", "no kernel: a tensor on cpu"),
+        ("cuda: triton and fa4", "no kernel: a tensor on cpu"),  # rank 0's model is not where this one is
+        ("cpu: triton and fa4", "flash-attn-4 on every rank, since rank 0 takes it; got a rank that would take eager"),
+        ("cpu: triton", "attention backend 'triton' runs; got a tensor on cpu"),
+    ],
+)
+def test_what_another_rank_0_means_for_this_one(answer: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unsloth_plugins.core.models.attention.answer_of_first", lambda question, mine: answer)
+    model = tiny_gpt_oss()
+    state = _state(model)
+    if wanted.startswith("no kernel"):
+        assert wanted in apply(model).report()
+        return
+    with pytest.raises(UnsupportedError, match=wanted):
+        apply(model)
+    assert _state(model) == state
+
+
 def test_the_chosen_attention_reaches_the_op_of_this_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from unsloth_plugins.core.sink_attention import transformers_backend
 
