@@ -38,6 +38,14 @@ def _norm_identity(kind: type) -> tuple[Any, ...]:
     return _identity(kind.forward), _identity(helper) if isinstance(helper, FunctionType) else None  # type: ignore[attr-defined]
 
 
+def _plain(function: object) -> FunctionType | None:
+    """The function itself, also out of the module that calls it where the package ``kernels`` is installed."""
+    if isinstance(function, nn.Module) and "forward" not in vars(function):
+        inside = inspect.getclosurevars(type(function).forward).nonlocals.values()
+        function = next((each for each in inside if isinstance(each, FunctionType)), None)
+    return function if isinstance(function, FunctionType) else None
+
+
 def _rotation_identity(function: FunctionType) -> tuple[Any, ...]:
     names = inspect.unwrap(function).__code__.co_names
     helpers = (inspect.unwrap(function).__globals__.get(name) for name in names)  # type: ignore[attr-defined]
@@ -73,8 +81,9 @@ def _known() -> _Known:
             _identity(phi3.Phi3MLP.forward): ("gate_up_proj", "activation_fn"),
         },
         rotations={
-            _rotation_identity(getattr(each, _ROTATE)): per_pair
+            _rotation_identity(function): per_pair
             for each, per_pair in ((llama, False), (phi3, False), (gpt_oss, True))
+            if (function := _plain(getattr(each, _ROTATE))) is not None
         },
         activations={
             nn.SiLU: "silu",
@@ -183,14 +192,14 @@ def _with(function: FunctionType, name: str, value: Any) -> FunctionType:
     return copy if inner is None else functools.wraps(twin)(copy)  # type: ignore[return-value]
 
 
-@functools.cache
 def _rotating(forward: FunctionType, choice: Choice) -> _Attention | None:
     """``forward`` with our rotation, where it uses one that is known here."""
     plain = inspect.unwrap(forward)
     own = plain.__globals__.get(_ROTATE)
-    if _ROTATE not in plain.__code__.co_names or not isinstance(own, FunctionType):
+    function = _plain(own)
+    if _ROTATE not in plain.__code__.co_names or function is None:
         return None
-    per_pair = _known().rotations.get(_rotation_identity(own))
+    per_pair = _known().rotations.get(_rotation_identity(function))
     if per_pair is None:
         return None
     both = (_with(forward, _ROTATE, _rotation(own, choice, per_pair, in_place)) for in_place in (True, False))
@@ -204,7 +213,7 @@ def patch_layers(causal_lm: nn.Module, patches: PatchSet, choice: Choice) -> dic
         How many of each kind, without those that there are none of.
     """
     counts = {"norms": 0, "rotary embeddings": 0, "gated MLPs": 0}
-    known = _known()
+    known, rotating = _known(), functools.cache(_rotating)  # for this call: what a module's globals hold may change
 
     def patch(module: nn.Module, kind: str, state: object, forward: Callable[..., Any]) -> None:
         patches.set(module, _STATE, state)
@@ -222,6 +231,6 @@ def patch_layers(causal_lm: nn.Module, patches: PatchSet, choice: Choice) -> dic
             projection, act = mlp
             if (activation := _activation(getattr(module, act))) is not None:
                 patch(module, "gated MLPs", _Mlp(choice, activation, projection == "gate_up_proj"), _mlp_forward)
-        elif (attention := _rotating(forward, choice)) is not None:
+        elif (attention := rotating(forward, choice)) is not None:
             patch(module, "rotary embeddings", attention, _attention_forward)
     return {kind: count for kind, count in counts.items() if count}

@@ -203,6 +203,40 @@ def test_hooks_on_projections_see_what_they_see_in_stock(monkeypatch: pytest.Mon
     assert calls == [True, True, False, True]
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_rotation_inside_a_module_of_the_package_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is installed, transformers' function is an instance of a class like this one."""
+
+    def wrapped(func: Any) -> nn.Module:
+        class Func(nn.Module):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return func(*args, **kwargs)
+
+        return Func()
+
+    module = getattr(transformers.models, family)
+    modeling = getattr(module, f"modeling_{family}")
+    stock = build(family)
+    wanted = loss_and_grads(stock, **batches("cpu")["plain"])
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", wrapped(modeling.apply_rotary_pos_emb))
+    binding._known.cache_clear()
+    try:
+        applied = unsloth_plugins.apply(stock, layers="reference")
+        got = loss_and_grads(stock, **batches("cpu")["plain"])
+    finally:
+        binding._known.cache_clear()
+    assert "2 rotary embeddings" in applied.report()
+    torch.testing.assert_close(got, wanted)
+
+
+def test_a_rotation_that_was_replaced_since_is_not_taken_for_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsloth_plugins.apply(build("llama"), layers="reference")
+    modeling = transformers.models.llama.modeling_llama
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda q, k, cos, sin, unsqueeze_dim=1: (q, k))
+    applied = unsloth_plugins.apply(build("llama"), layers="reference")
+    assert "norms" in applied.report() and "rotary" not in applied.report()
+
+
 def test_what_computes_something_else_is_left_alone() -> None:
     class Scaled(transformers.models.llama.modeling_llama.LlamaRMSNorm):  # type: ignore[misc,name-defined]
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
