@@ -26,7 +26,7 @@ from unsloth_plugins.core.models.adapters import (
 from unsloth_plugins.core.models.attention import ConfigSwap, attention_backend, patch_attention, why_not
 from unsloth_plugins.core.models.binding import ModelParts, is_layer
 from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
-from unsloth_plugins.core.models.experts import PackedExperts, holding_bytes, patch_experts
+from unsloth_plugins.core.models.experts import PackedExperts, holding_bytes, patch_expert_wrappers, patch_experts
 from unsloth_plugins.core.models.layers import patch_layers
 from unsloth_plugins.core.models.lora import keep_unpacked, patch_lora
 from unsloth_plugins.core.offload.budget import MemoryBudget
@@ -158,6 +158,7 @@ class Applied:
     def sync_lora(self) -> None:
         """Take over the LoRA layers that PEFT has made since; the decoder calls this when there is a new adapter."""
         self._adapters = _adapter_names(self.parts.causal_lm)
+        self._sync_expert_wrappers()
         if (kept := keep_unpacked(self.parts.causal_lm, self._patches)) is not None:
             self._note("4-bit weights", "on", kept)
         if self.config.lora is None:
@@ -173,6 +174,10 @@ class Applied:
         if not fused:
             detail += ": on CUDA only"
         self._note("lora", "on" if fused else "left alone", f"{detail}; {others}" if others else detail)
+
+    def _sync_expert_wrappers(self) -> None:
+        if self.config.experts is not None:
+            patch_expert_wrappers(self.parts, self._patches)
 
     def _note(self, feature: str, state: Literal["on", "left alone"], detail: str) -> None:
         row = Row(feature, state, detail)
@@ -235,15 +240,16 @@ class Applied:
         weight: torch.Tensor = layers[0].experts.gate_up_proj  # type: ignore[union-attr,assignment]
         resolved, why = resolve_implementation(choice, weight.device, weight.dtype)
         for layer in layers:
-            assert layer.mlp is not None and layer.router is not None and layer.experts is not None
-            patch_experts(layer.mlp, layer.router, layer.experts, self._patches, choice)
-        if self.budget is not None and resolved == "grouped_mm" and len(layers) == len(self.parts.layers):
+            patch_experts(layer, self._patches, choice)
+        routed = all(layer.router is not None for layer in layers)
+        if self.budget is not None and resolved == "grouped_mm" and routed and len(layers) == len(self.parts.layers):
             self.budget.holding_bytes = max(
                 holding_bytes(layer.experts, layer.router.top_k)  # type: ignore[arg-type,union-attr]
                 for layer in layers
             )
         kind = "packed MXFP4" if isinstance(layers[0].experts, PackedExperts) else "dense"
-        self._note("experts", "on", f"{kind}, {resolved} ({why}), routing in float32, {len(layers)} layers")
+        routing = "routing in float32" if routed else "the model's own routing"
+        self._note("experts", "on", f"{kind}, {resolved} ({why}), {routing}, {len(layers)} layers")
 
     def _apply_layers(self) -> None:
         choice = self.config.layers
@@ -286,6 +292,7 @@ class Applied:
                 remedy="Leave `experts` out, or name the experts in target_parameters and let PEFT compute them.",
             )
         added = add_missing_adapters(self.parts)
+        self._sync_expert_wrappers()
         if added is not None:
             self._note("adapters", "on", added)
             _warn("%s", added)

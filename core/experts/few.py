@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
-from unsloth_plugins.core.layers.swiglu import clamped_swiglu
+from unsloth_plugins.core.layers.swiglu import Swiglu
 from unsloth_plugins.core.mxfp4.weight import PackedWeight
 
 
@@ -30,14 +30,13 @@ def _chosen(x_MI: torch.Tensor, weight: Weight, lora: Sequence[ExpertLora], expe
 def experts_few(
     x_NH: torch.Tensor,
     gate_up_EHJ: Weight,
-    gate_up_bias_EJ: torch.Tensor,
+    gate_up_bias_EJ: torch.Tensor | None,
     down_EIH: Weight,
-    down_bias_EH: torch.Tensor,
+    down_bias_EH: torch.Tensor | None,
     index_NK: torch.Tensor,
     weight_NK: torch.Tensor,
     *,
-    alpha: float,
-    limit: float | None,
+    activation: Swiglu,
     gate_up_lora: Sequence[ExpertLora] = (),
     down_lora: Sequence[ExpertLora] = (),
 ) -> torch.Tensor:
@@ -46,7 +45,11 @@ def experts_few(
     expert_M = index_NK.reshape(-1)
     wide = torch.promote_types(x_NH.dtype, torch.float32)
     rows_MH = x_NH.repeat_interleave(index_NK.shape[1], dim=0)
-    gate_up_MJ = _chosen(rows_MH, gate_up_EHJ, gate_up_lora, expert_M).to(wide) + gate_up_bias_EJ[expert_M].to(wide)
-    hidden_MI = clamped_swiglu(gate_up_MJ, alpha=alpha, limit=limit).to(x_NH.dtype)
-    y_MH = _chosen(hidden_MI, down_EIH, down_lora, expert_M).to(wide) + down_bias_EH[expert_M].to(wide)
+    gate_up_MJ = _chosen(rows_MH, gate_up_EHJ, gate_up_lora, expert_M).to(wide)
+    if gate_up_bias_EJ is not None:
+        gate_up_MJ = gate_up_MJ + gate_up_bias_EJ[expert_M].to(wide)
+    hidden_MI = activation(gate_up_MJ).to(x_NH.dtype)
+    y_MH = _chosen(hidden_MI, down_EIH, down_lora, expert_M).to(wide)
+    if down_bias_EH is not None:
+        y_MH = y_MH + down_bias_EH[expert_M].to(wide)
     return (y_MH.view(*index_NK.shape, -1) * weight_NK[..., None].to(wide)).sum(1).to(x_NH.dtype)

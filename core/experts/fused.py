@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from unsloth_plugins.core.device import on
 from unsloth_plugins.core.experts.matmul import RANK_STEP, ExpertLora, Weight
+from unsloth_plugins.core.layers.swiglu import Swiglu
 from unsloth_plugins.core.mxfp4.weight import PackedWeight
 from unsloth_plugins.core.offload.tail import Kept, keep
 
@@ -68,9 +69,12 @@ def _projection(weight: Weight, a: torch.Tensor | None, b: torch.Tensor | None, 
     padding = -a.shape[1] % RANK_STEP
     a_ErI = F.pad((a.detach().float() * s).to(dtype), (0, 0, 0, padding)).contiguous()
     rank = a_ErI.shape[1]
-    if isinstance(weight, PackedWeight):  # stored by outputs: the appended part lies in further columns
+    if isinstance(weight, PackedWeight) or weight.stride(-1) != 1:  # by outputs: what is appended are columns
         whole = torch.empty((n_experts, outputs, inputs + rank), dtype=dtype, device=weight.device)
-        weight.decode_into(whole[..., :inputs])
+        if isinstance(weight, PackedWeight):
+            weight.decode_into(whole[..., :inputs])
+        else:
+            whole[..., :inputs] = weight.transpose(1, 2)
         whole[..., inputs:] = F.pad(b.detach(), (0, 0, 0, padding)).transpose(1, 2)
         return _Projection(whole.transpose(1, 2), a_ErI)
     whole = torch.empty((n_experts, inputs + rank, outputs), dtype=dtype, device=weight.device)
@@ -105,12 +109,11 @@ class _Layer:
     """What does not change from step to step."""
 
     gate_up: Weight
-    gate_up_bias_EJ: torch.Tensor
+    gate_up_bias_EJ: torch.Tensor | None
     down: Weight
-    down_bias_EH: torch.Tensor
+    down_bias_EH: torch.Tensor | None
     scalings: tuple[float, float]
-    alpha: float
-    limit: float | None
+    activation: Swiglu
 
     @property
     def n_experts(self) -> int:
@@ -152,8 +155,7 @@ def _forward(
             layer.gate_up_bias_EJ,
             route.expert_M,
             hidden_MK[:, : second.inputs],
-            alpha=layer.alpha,
-            limit=layer.limit,
+            activation=layer.activation,
         )
         del gate_up_MJ
         second.complete(hidden_MK, route.ends_E)
@@ -234,14 +236,14 @@ def _backward(
             dh_MK[:, : second.inputs],
             more_MI,
             has_more=has_more,
-            alpha=layer.alpha,
-            limit=layer.limit,
+            activation=layer.activation,
             out_MJ=d_gate_up_MJ,
         )
         hidden_MI = more_MI  # what the kernel made of it
         del gate_up_MJ
-        of_bias_NE = dout[part].float() @ layer.down_bias_EH.float().T
-        d_weight[part] = d_weight_M[route.place_NK] + of_bias_NE.gather(1, index_NK)
+        d_weight[part] = d_weight_M[route.place_NK]
+        if layer.down_bias_EH is not None:
+            d_weight[part] += (dout[part].float() @ layer.down_bias_EH.float().T).gather(1, index_NK)
         if second.a_ErI is not None:
             scale_M1 = weight_M[:, None].to(torch.float32)
             dha_Mr = (dh_MK[:, second.inputs :] * scale_M1).to(x.dtype)
@@ -305,7 +307,7 @@ def _spread(adapters: Sequence[torch.Tensor], present: Sequence[bool]) -> list[t
     return [next(given) if there else None for there in present]
 
 
-def can_fuse(weights: Sequence[Weight], biases: Sequence[torch.Tensor], *loras: Sequence[ExpertLora]) -> bool:
+def can_fuse(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None], *loras: Sequence[ExpertLora]) -> bool:
     """Whether this function serves: frozen base weights, and at most one adapter without dropout a projection."""
     frozen = not any(isinstance(part, torch.Tensor) and part.requires_grad for part in (*weights, *biases))
     return frozen and all(len(lora) <= 1 and not any(term.dropout for term in lora) for lora in loras)
@@ -314,14 +316,13 @@ def can_fuse(weights: Sequence[Weight], biases: Sequence[torch.Tensor], *loras: 
 def experts_fused(
     x_NH: torch.Tensor,
     gate_up_EHJ: Weight,
-    gate_up_bias_EJ: torch.Tensor,
+    gate_up_bias_EJ: torch.Tensor | None,
     down_EIH: Weight,
-    down_bias_EH: torch.Tensor,
+    down_bias_EH: torch.Tensor | None,
     index_NK: torch.Tensor,
     weight_NK: torch.Tensor,
     *,
-    alpha: float,
-    limit: float | None,
+    activation: Swiglu,
     gate_up_lora: Sequence[ExpertLora] = (),
     down_lora: Sequence[ExpertLora] = (),
     hold: bool = False,
@@ -333,7 +334,7 @@ def experts_fused(
     present = tuple(tensor is not None for tensor in given)
     adapters = [tensor for tensor in given if tensor is not None]
     scalings = tuple(lora[0].scaling if lora else 1.0 for lora in (gate_up_lora, down_lora))
-    layer = _Layer(gate_up_EHJ, gate_up_bias_EJ, down_EIH, down_bias_EH, scalings, alpha, limit)  # type: ignore[arg-type]
+    layer = _Layer(gate_up_EHJ, gate_up_bias_EJ, down_EIH, down_bias_EH, scalings, activation)  # type: ignore[arg-type]
     x_NH = x_NH.contiguous()
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x_NH, weight_NK, *adapters))
     if not wanted:

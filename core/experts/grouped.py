@@ -7,20 +7,19 @@ from collections.abc import Sequence
 import torch
 
 from unsloth_plugins.core.experts.matmul import ExpertLora, Weight, grouped_matmul
-from unsloth_plugins.core.layers.swiglu import clamped_swiglu
+from unsloth_plugins.core.layers.swiglu import Swiglu
 
 
 def experts_grouped(
     x_NH: torch.Tensor,
     gate_up_EHJ: Weight,
-    gate_up_bias_EJ: torch.Tensor,
+    gate_up_bias_EJ: torch.Tensor | None,
     down_EIH: Weight,
-    down_bias_EH: torch.Tensor,
+    down_bias_EH: torch.Tensor | None,
     index_NK: torch.Tensor,
     weight_NK: torch.Tensor,
     *,
-    alpha: float,
-    limit: float | None,
+    activation: Swiglu,
     gate_up_lora: Sequence[ExpertLora] = (),
     down_lora: Sequence[ExpertLora] = (),
 ) -> torch.Tensor:
@@ -34,9 +33,12 @@ def experts_grouped(
     # Biases are added in float32: their gradients are sums over tokens, which bf16 would round at every addition.
     wide = torch.promote_types(x_NH.dtype, torch.float32)
     gate_up_MJ = grouped_matmul(sorted_MH, gate_up_EHJ, gate_up_lora, ends_E).to(wide)
-    gate_up_MJ = gate_up_MJ + gate_up_bias_EJ.to(wide)[expert_M]
-    hidden_MI = clamped_swiglu(gate_up_MJ, alpha=alpha, limit=limit).to(x_NH.dtype)
-    y_MH = grouped_matmul(hidden_MI, down_EIH, down_lora, ends_E).to(wide) + down_bias_EH.to(wide)[expert_M]
+    if gate_up_bias_EJ is not None:
+        gate_up_MJ = gate_up_MJ + gate_up_bias_EJ.to(wide)[expert_M]
+    hidden_MI = activation(gate_up_MJ).to(x_NH.dtype)
+    y_MH = grouped_matmul(hidden_MI, down_EIH, down_lora, ends_E).to(wide)
+    if down_bias_EH is not None:
+        y_MH = y_MH + down_bias_EH.to(wide)[expert_M]
     back_M = order_M.argsort()
     y_NKH = y_MH[back_M].view(*index_NK.shape, -1)
     return (y_NKH * weight_NK[..., None].to(wide)).sum(1).to(x_NH.dtype)

@@ -20,6 +20,7 @@ from unsloth_plugins.core.experts.fused import can_fuse, experts_fused
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
 from unsloth_plugins.core.experts.reference import experts_loop
+from unsloth_plugins.core.layers.swiglu import GPT_OSS, Swiglu
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -42,14 +43,14 @@ class _WideProduct(torch.autograd.Function):
 
 
 def top_k_routing(
-    x_NH: torch.Tensor, weight_EH: torch.Tensor, bias_E: torch.Tensor | None, top_k: int
+    x_NH: torch.Tensor, weight_EH: torch.Tensor, bias_E: torch.Tensor | None, top_k: int, *, normalise: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Router logits, softmax over the chosen, and their indices, in float32 (float64 for float64).
+    """Router logits, softmax over the chosen (over all without ``normalise``), and their indices, in float32 or wider.
 
     transformers routes in the model's dtype; float32 keeps near-ties the same in recompute and across devices.
 
     Returns:
-        logits [N, E], weights [N, K] summing to one, indices int64 [N, K].
+        logits [N, E], weights [N, K], indices int64 [N, K].
     """
     wide = torch.promote_types(x_NH.dtype, torch.float32)
     with torch.autocast(x_NH.device.type, enabled=False):
@@ -60,7 +61,9 @@ def top_k_routing(
         else:
             logits_NE = F.linear(x_NH.to(wide), weight_EH.to(wide), None if bias_E is None else bias_E.to(wide))
         top_NK, index_NK = logits_NE.topk(top_k, dim=-1)
-        return logits_NE, top_NK.softmax(-1), index_NK
+        if normalise:
+            return logits_NE, top_NK.softmax(-1), index_NK
+        return logits_NE, (top_NK - logits_NE.logsumexp(-1, keepdim=True)).exp(), index_NK
 
 
 def resolve_implementation(
@@ -86,27 +89,27 @@ def resolve_implementation(
 def experts(
     x_NH: torch.Tensor,
     gate_up_EHJ: Weight,
-    gate_up_bias_EJ: torch.Tensor,
+    gate_up_bias_EJ: torch.Tensor | None,
     down_EIH: Weight,
-    down_bias_EH: torch.Tensor,
+    down_bias_EH: torch.Tensor | None,
     index_NK: torch.Tensor,
     weight_NK: torch.Tensor,
     *,
-    alpha: float = 1.702,
-    limit: float | None = 7.0,
+    activation: Swiglu = GPT_OSS,
     gate_up_lora: Sequence[ExpertLora] = (),
     down_lora: Sequence[ExpertLora] = (),
     implementation: Literal["reference", "grouped_mm"] = "reference",
     hold: bool = False,
 ) -> torch.Tensor:
-    """``sum_k weight_nk * (swiglu(x_n W_gate_up[e] + b) W_down[e] + b')`` with e = index_nk, differentiable in all.
+    """``sum_k weight_nk * (activation(x_n W_gate_up[e] + b) W_down[e] + b')`` with e = index_nk, differentiable in all.
 
     Args:
         x_NH: float [N, H].
-        gate_up_EHJ, gate_up_bias_EJ: [E, H, 2 I] and [E, 2 I], gate and up interleaved.
-        down_EIH, down_bias_EH: [E, I, H] and [E, H]. Weights are dense in the dtype of ``x_NH``, or packed.
+        gate_up_EHJ, gate_up_bias_EJ: [E, H, 2 I] and [E, 2 I] or ``None``.
+        down_EIH, down_bias_EH: [E, I, H] and [E, H] or ``None``. Weights are dense in the dtype of ``x_NH``, of any
+            strides, or packed.
         index_NK, weight_NK: from ``top_k_routing``.
-        alpha, limit: of ``clamped_swiglu``.
+        activation: how gate and up lie in J, and what becomes of them.
         gate_up_lora, down_lora: adapters, in any floating dtype; the products are in the dtype of ``x_NH``.
         implementation: ``grouped_mm`` works through the tokens in tiles and keeps only its input, where the base is
             frozen and a projection has at most one adapter, without dropout; otherwise it keeps the activations.
@@ -152,8 +155,7 @@ def experts(
         down_bias_EH,
         index_NK,
         weight_NK,
-        alpha=alpha,
-        limit=limit,
+        activation=activation,
         gate_up_lora=gate_up_lora,
         down_lora=down_lora,
     )

@@ -7,20 +7,19 @@ from collections.abc import Sequence
 import torch
 
 from unsloth_plugins.core.experts.matmul import ExpertLora, Weight, expert_matmul
-from unsloth_plugins.core.layers.swiglu import clamped_swiglu
+from unsloth_plugins.core.layers.swiglu import Swiglu
 
 
 def experts_loop(
     x_NH: torch.Tensor,
     gate_up_EHJ: Weight,
-    gate_up_bias_EJ: torch.Tensor,
+    gate_up_bias_EJ: torch.Tensor | None,
     down_EIH: Weight,
-    down_bias_EH: torch.Tensor,
+    down_bias_EH: torch.Tensor | None,
     index_NK: torch.Tensor,
     weight_NK: torch.Tensor,
     *,
-    alpha: float,
-    limit: float | None,
+    activation: Swiglu,
     gate_up_lora: Sequence[ExpertLora] = (),
     down_lora: Sequence[ExpertLora] = (),
 ) -> torch.Tensor:
@@ -34,8 +33,10 @@ def experts_loop(
     for expert in index_NK.unique().tolist():
         token, slot = torch.where(index_NK == expert)
         gate_up = expert_matmul(x_NH[token].to(compute), gate_up_EHJ, gate_up_lora, expert)
-        gate_up = gate_up + gate_up_bias_EJ[expert].to(compute)
-        hidden = clamped_swiglu(gate_up, alpha=alpha, limit=limit)
-        y = expert_matmul(hidden, down_EIH, down_lora, expert) + down_bias_EH[expert].to(compute)
+        if gate_up_bias_EJ is not None:
+            gate_up = gate_up + gate_up_bias_EJ[expert].to(compute)
+        y = expert_matmul(activation(gate_up), down_EIH, down_lora, expert)
+        if down_bias_EH is not None:
+            y = y + down_bias_EH[expert].to(compute)
         out_NH = out_NH.index_add(0, token, y.to(wide) * weight_NK[token, slot, None].to(wide))
     return out_NH.to(x_NH.dtype)

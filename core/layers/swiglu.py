@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 
-def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float = 1.702, limit: float | None = 7.0) -> torch.Tensor:
-    """gpt-oss's gate: ``(up + 1) * gate * sigmoid(alpha * gate)`` with gate and up interleaved and clamped.
+@dataclass(frozen=True)
+class Swiglu:
+    """The gate of an expert: ``(up + offset) * gate * sigmoid(alpha * gate)``; without options plain SwiGLU.
 
-    The gate is clamped from above only, the linear part on both sides; where a clamp is active its gradient is zero.
-
-    Args:
-        gate_up: float [..., 2 I], even columns gate, odd columns up.
+    Attributes:
         alpha: slope inside the sigmoid.
-        limit: bound of the clamps; ``None`` for no clamp.
+        limit: the gate is clamped to it from above only, ``up`` on both sides; where a clamp is active its gradient is
+            zero. ``None`` for no clamp.
+        offset: added to ``up``, after the clamp.
+        interleaved: gate and up are the even and the odd columns; otherwise the first and the second half.
 
-    Returns:
-        [..., I] in the dtype of ``gate_up``; computed in float32 or wider.
-
-    Source: openai/gpt-oss, ``swiglu``; reference: transformers ``GptOssExperts._apply_gate``.
+    Source: openai/gpt-oss, ``swiglu``; references: transformers ``GptOssExperts._apply_gate``, ``MixtralExperts``.
     """
-    wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
-    gate, up = wide[..., ::2], wide[..., 1::2]
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
+
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+    interleaved: bool = False
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """float [..., 2 I] -> [..., I] in the same dtype; computed in float32 or wider."""
+        wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
+        gate, up = (wide[..., ::2], wide[..., 1::2]) if self.interleaved else wide.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return ((up + self.offset) * gate * torch.sigmoid(self.alpha * gate)).to(gate_up.dtype)
+
+
+GPT_OSS = Swiglu(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)

@@ -269,7 +269,7 @@ def experts_left_out(parts: ModelParts) -> bool:
         return False
     attention = [layer.attention for layer in parts.layers if layer.attention is not None]
     projections = [getattr(module, name) for module in attention for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    return all(hasattr(projection, "lora_A") for projection in projections)
+    return bool(projections) and all(hasattr(projection, "lora_A") for projection in projections)
 
 
 def _add(causal_lm: nn.Module, mlp: nn.Module, key: str, name: str, adapter: str, config: Any) -> None:

@@ -1,12 +1,17 @@
-"""The mixture-of-experts layers of one gpt-oss: dense or packed, with or without LoRA, through ``core.experts``.
+"""The mixture-of-experts layers of a model: dense or packed, with or without LoRA, through ``core.experts``.
+
+gpt-oss's whole MLP is replaced. Elsewhere the block around the experts stays the model's own: only the experts module,
+a router whose code is known, and PEFT's outermost wrapper are.
 
 As everywhere in this room, replacements are functions bound to the instance that find their state on it.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -15,7 +20,10 @@ from torch import nn
 
 from unsloth_plugins.core.experts import ExpertLora, experts, top_k_routing
 from unsloth_plugins.core.experts.op import resolve_implementation
+from unsloth_plugins.core.layers import GPT_OSS, Swiglu
 from unsloth_plugins.core.models.adapters import expert_adapters, linear_names_for_peft
+from unsloth_plugins.core.models.binding import LayerParts, ModelParts
+from unsloth_plugins.core.models.layers import activation_name, code_identity
 from unsloth_plugins.core.mxfp4.codec import BLOCK, BYTES
 from unsloth_plugins.core.mxfp4.weight import LogicalParameter, PackedWeight
 from unsloth_plugins.core.offload.tail import holds
@@ -24,6 +32,16 @@ from unsloth_plugins.core.patches import PatchSet
 _CHOICE = "_unsloth_experts"
 _A_LINEAR_LAYER = nn.utils.skip_init(nn.Linear, 1, 1)  # stands for any; only its class is looked at
 PROJECTIONS = ("gate_up_proj", "down_proj")
+
+
+def _activation_of(module: Any) -> Swiglu:
+    """gpt-oss's rule where there are its constants, plain SwiGLU elsewhere."""
+    return replace(GPT_OSS, alpha=module.alpha, limit=module.limit) if hasattr(module, "alpha") else Swiglu()
+
+
+def _by_inputs(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """[E, in, out] of a dense parameter, a view where it is stored by outputs."""
+    return weight if getattr(module, "is_transposed", False) else weight.transpose(1, 2)
 
 
 def run_experts(
@@ -35,24 +53,23 @@ def run_experts(
     gate_up_lora: Sequence[ExpertLora],
     down_lora: Sequence[ExpertLora],
 ) -> torch.Tensor:
-    """``core.experts`` with the biases and constants of an experts module; hidden [..., H] in and out."""
+    """``core.experts`` with the biases and the activation of an experts module; hidden [..., H] in and out."""
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
     dtype = flat_NH.dtype
     if torch.is_autocast_enabled(hidden.device.type) and dtype == torch.float32:
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    gate_up, down = (w if isinstance(w, PackedWeight) else w.to(dtype) for w in weights)
+    gate_up, down = (w if isinstance(w, PackedWeight) else _by_inputs(module, w).to(dtype) for w in weights)
     implementation, _ = resolve_implementation(vars(module).get(_CHOICE, "auto"), hidden.device, dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         out_NH = experts(
             flat_NH.to(dtype),
             gate_up,
-            module.gate_up_proj_bias,  # type: ignore[arg-type]
+            getattr(module, "gate_up_proj_bias", None),
             down,
-            module.down_proj_bias,  # type: ignore[arg-type]
+            getattr(module, "down_proj_bias", None),
             router_indices,
             routing_weights,
-            alpha=module.alpha,  # type: ignore[arg-type]
-            limit=module.limit,  # type: ignore[arg-type]
+            activation=_activation_of(module),
             gate_up_lora=gate_up_lora,
             down_lora=down_lora,
             implementation=implementation,
@@ -81,9 +98,53 @@ def _named_modules(
     yield from ((name, _A_LINEAR_LAYER) for name in linear_names_for_peft(prefix))
 
 
-def _router_forward(self: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _router_forward(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights that are normalised over the chosen, unless the router knows an option for that and it is off."""
     flat_NH = hidden.reshape(-1, hidden.shape[-1])
-    return top_k_routing(flat_NH, self.weight, self.bias, self.top_k)  # type: ignore[arg-type]
+    normalise = getattr(self, "norm_topk_prob", True)
+    return top_k_routing(flat_NH, self.weight, getattr(self, "bias", None), self.top_k, normalise=normalise)
+
+
+def _wrapper_forward(
+    self: nn.Module, hidden: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
+) -> torch.Tensor:
+    """In place of PEFT's, which would build the sum of base and adapter for every expert."""
+    base, lora = expert_adapters(self)
+    terms = {"gate_up_lora": lora["gate_up_proj"], "down_lora": lora["down_proj"]}
+    return base(hidden, router_indices, routing_weights, **terms)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _known() -> tuple[tuple[Any, ...], frozenset[tuple[Any, ...]]]:
+    """The code of the experts that many families share, and of routers that ``_router_forward`` stands for."""
+    from transformers.models.mixtral import modeling_mixtral as mixtral
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
+
+    routers = (mixtral.MixtralTopKRouter, qwen3_moe.Qwen3MoeTopKRouter)
+    experts_code = code_identity(mixtral.MixtralExperts.forward)
+    return experts_code, frozenset(code_identity(router.forward) for router in routers)
+
+
+def _code_of(module: nn.Module) -> tuple[Any, ...] | None:
+    """The code of its class, unless somebody else put another forward on the instance."""
+    own = getattr(vars(module).get("forward"), "__func__", None)
+    if "forward" in vars(module) and own not in (_experts_forward, _router_forward):
+        return None
+    return code_identity(type(module).forward)
+
+
+def are_plain_experts(module: nn.Module) -> bool:
+    """Whether ``module`` runs the experts of Mixtral, Qwen-MoE and their likes: SwiGLU, no biases, all on this rank."""
+    return (
+        _code_of(module) == _known()[0]
+        and activation_name(getattr(module, "act_fn", None)) == "silu"
+        and not getattr(module, "_is_expert_parallel", False)
+    )
+
+
+def is_plain_router(module: nn.Module) -> bool:
+    """Whether ``module`` is a softmax router with a top k and no more, without a bias."""
+    return _code_of(module) in _known()[1]
 
 
 def _mlp_forward(self: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,8 +162,8 @@ def _mlp_forward(self: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, t
 
 def holding_bytes(layer_experts: nn.Module, top_k: int) -> int:
     """What ``hold`` of ``core.experts`` takes for one token, in 16 bits."""
-    bias: torch.Tensor = layer_experts.gate_up_proj_bias  # type: ignore[assignment]
-    return 2 * top_k * bias.shape[1]
+    weight: torch.Tensor = layer_experts.gate_up_proj  # type: ignore[assignment]
+    return 2 * top_k * weight.shape[2 if getattr(layer_experts, "is_transposed", False) else 1]
 
 
 class PackedExperts(nn.Module):
@@ -197,11 +258,32 @@ def patch_mlp(mlp: nn.Module, patches: PatchSet) -> None:
     patches.set(mlp, "forward", MethodType(_mlp_forward, mlp))
 
 
-def patch_experts(mlp: nn.Module, router: nn.Module, layer_experts: nn.Module, patches: PatchSet, choice: str) -> None:
-    """Route in float32 and run one layer's experts through ``core.experts``."""
-    patch_mlp(mlp, patches)
-    patches.set(router, "forward", MethodType(_router_forward, router))
-    patches.set(layer_experts, _CHOICE, choice)
-    if not isinstance(layer_experts, PackedExperts):
-        patches.set(layer_experts, "forward", MethodType(_experts_forward, layer_experts))
-        patches.set(layer_experts, "named_modules", MethodType(_named_modules, layer_experts))
+def patch_experts(layer: LayerParts, patches: PatchSet, choice: str) -> None:
+    """Route in float32 where the router is known, and run one layer's experts through ``core.experts``."""
+    assert layer.mlp is not None and layer.experts is not None
+    if layer.router is not None:
+        patches.set(layer.router, "forward", MethodType(_router_forward, layer.router))
+    patches.set(layer.experts, _CHOICE, choice)
+    if not isinstance(layer.experts, PackedExperts):
+        patches.set(layer.experts, "forward", MethodType(_experts_forward, layer.experts))
+    if _is_gpt_oss(layer.experts):
+        patch_mlp(layer.mlp, patches)
+        if not isinstance(layer.experts, PackedExperts):
+            patches.set(layer.experts, "named_modules", MethodType(_named_modules, layer.experts))
+
+
+def patch_expert_wrappers(parts: ModelParts, patches: PatchSet) -> None:
+    """Compute experts and their adapters together where the MLP is the model's own: PEFT's outermost wrapper is ours.
+
+    A wrapper that PEFT adds later computes the same in its own way until this is called again.
+    """
+    for layer in parts.layers:
+        if layer.experts is None or _is_gpt_oss(layer.experts):
+            continue
+        outermost: nn.Module = layer.mlp.experts  # type: ignore[union-attr,assignment]
+        if outermost is not layer.experts and "forward" not in vars(outermost):
+            patches.set(outermost, "forward", MethodType(_wrapper_forward, outermost))
+
+
+def _is_gpt_oss(layer_experts: nn.Module) -> bool:
+    return hasattr(layer_experts, "gate_up_proj_bias")

@@ -27,7 +27,7 @@ _STATE = "_unsloth_layer"
 _ROTATE = "apply_rotary_pos_emb"
 
 
-def _identity(function: Callable[..., Any]) -> tuple[Any, ...]:
+def code_identity(function: Callable[..., Any]) -> tuple[Any, ...]:
     """What a function does, apart from the functions that it calls."""
     code = inspect.unwrap(function).__code__
     return code.co_code, code.co_names, tuple(each for each in code.co_consts if not isinstance(each, str))
@@ -35,7 +35,7 @@ def _identity(function: Callable[..., Any]) -> tuple[Any, ...]:
 
 def _norm_identity(kind: type) -> tuple[Any, ...]:
     helper = getattr(kind, "_norm", None)
-    return _identity(kind.forward), _identity(helper) if isinstance(helper, FunctionType) else None  # type: ignore[attr-defined]
+    return code_identity(kind.forward), code_identity(helper) if isinstance(helper, FunctionType) else None  # type: ignore[attr-defined]
 
 
 def _plain(function: object) -> FunctionType | None:
@@ -49,7 +49,7 @@ def _plain(function: object) -> FunctionType | None:
 def _rotation_identity(function: FunctionType) -> tuple[Any, ...]:
     names = inspect.unwrap(function).__code__.co_names
     helpers = (inspect.unwrap(function).__globals__.get(name) for name in names)  # type: ignore[attr-defined]
-    return _identity(function), tuple(_identity(each) for each in helpers if isinstance(each, FunctionType))
+    return code_identity(function), tuple(code_identity(each) for each in helpers if isinstance(each, FunctionType))
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def _known() -> _Known:
             _norm_identity(gemma.GemmaRMSNorm): ("one_plus", "eps"),
         },
         mlps={
-            _identity(llama.LlamaMLP.forward): ("gate_proj", "act_fn"),
-            _identity(phi3.Phi3MLP.forward): ("gate_up_proj", "activation_fn"),
+            code_identity(llama.LlamaMLP.forward): ("gate_proj", "act_fn"),
+            code_identity(phi3.Phi3MLP.forward): ("gate_up_proj", "activation_fn"),
         },
         rotations={
             _rotation_identity(function): per_pair
@@ -94,7 +94,7 @@ def _known() -> _Known:
     )
 
 
-def _activation(module: Any) -> Activation | None:
+def activation_name(module: Any) -> Activation | None:
     from transformers.activations import GELUActivation
 
     if isinstance(module, GELUActivation):
@@ -227,9 +227,9 @@ def patch_layers(causal_lm: nn.Module, patches: PatchSet, choice: Choice) -> dic
         if (norm := known.norms.get(_norm_identity(type(module)))) is not None:
             rule, eps = norm
             patch(module, "norms", _Norm(choice, rule, getattr(module, eps)), _norm_forward)
-        elif (mlp := known.mlps.get(_identity(forward))) is not None:
+        elif (mlp := known.mlps.get(code_identity(forward))) is not None:
             projection, act = mlp
-            if (activation := _activation(getattr(module, act))) is not None:
+            if (activation := activation_name(getattr(module, act))) is not None:
                 patch(module, "gated MLPs", _Mlp(choice, activation, projection == "gate_up_proj"), _mlp_forward)
         elif (attention := rotating(forward, choice)) is not None:
             patch(module, "rotary embeddings", attention, _attention_forward)

@@ -8,8 +8,9 @@ from unsloth_plugins.core.errors import ModelError
 from unsloth_plugins.core.models.binding import Binding, ModelParts, decoder_of
 from unsloth_plugins.core.models.gpt_oss import GPT_OSS
 from unsloth_plugins.core.models.llama import LLAMA
+from unsloth_plugins.core.models.moe import MOE
 
-BINDINGS: tuple[Binding, ...] = (GPT_OSS, LLAMA)
+BINDINGS: tuple[Binding, ...] = (GPT_OSS, MOE, LLAMA)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

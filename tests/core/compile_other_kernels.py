@@ -14,6 +14,7 @@ import triton
 from compiling import assemble, compile_launch
 
 from unsloth_plugins.core.experts import kernels
+from unsloth_plugins.core.layers import GPT_OSS, Swiglu
 from unsloth_plugins.core.layers.triton_glu import gated_backward, gated_forward
 from unsloth_plugins.core.layers.triton_norm import rms_norm_backward, rms_norm_forward
 from unsloth_plugins.core.layers.triton_rope import rope_launch
@@ -42,16 +43,16 @@ def launch_all(dtype: torch.dtype) -> None:
     wide, gate_up = empty(rows, hidden + rank), empty(rows, 2 * hidden)
     place, weight = empty(tokens, choices, of=torch.int64), empty(tokens, choices, of=torch.float32)
     kernels.gather_rows(empty(tokens, hidden), index, wide[:, :hidden])
-    for limit in (7.0, None):
-        options: dict[str, Any] = dict(alpha=1.702, limit=limit)
-        kernels.swiglu(gate_up, empty(experts, 2 * hidden), index, wide[:, :hidden], **options)
+    for activation, bias in ((GPT_OSS, empty(experts, 2 * hidden)), (Swiglu(), None)):
+        options: dict[str, Any] = dict(activation=activation)
+        kernels.swiglu(gate_up, bias, index, wide[:, :hidden], **options)
         for more in (True, False):
             flat, part = empty(rows, of=torch.float32), empty(rows, hidden)
-            bias = empty(experts, 2 * hidden)
             kernels.swiglu_backward(gate_up, bias, index, flat, wide[:, :hidden], part, has_more=more, **options)
     out = empty(tokens, hidden)
     kernels.combine(wide[:, :hidden], place, out, more_MH=empty(rows, hidden))
     kernels.combine(empty(rows, hidden), place, out, index_NK=place, weight_NK=weight, bias_EH=empty(experts, hidden))
+    kernels.combine(empty(rows, hidden), place, out, weight_NK=weight)
     blocks, scales = empty(experts, hidden, 90, 16, of=torch.uint8), empty(experts, hidden, 90, of=torch.uint8)
     decode_triton(blocks, scales, empty(experts, hidden, hidden + rank)[..., :hidden])
     query, cache, heads = empty(1, 1, 64, 64), empty(1, tokens, 8, 64), empty(64, of=torch.float32)

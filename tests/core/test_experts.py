@@ -12,7 +12,7 @@ from unsloth_plugins.core.experts import ExpertLora, experts, top_k_routing
 from unsloth_plugins.core.experts.few import experts_few
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.op import resolve_implementation
-from unsloth_plugins.core.layers import clamped_swiglu
+from unsloth_plugins.core.layers import GPT_OSS
 from unsloth_plugins.core.mxfp4 import PackedWeight, encode
 
 
@@ -35,8 +35,7 @@ def _ours(layer: GptOssExperts, router: GptOssTopKRouter, x: torch.Tensor, run=e
         layer.down_proj_bias,
         index,
         weight,
-        alpha=layer.alpha,
-        limit=layer.limit,
+        activation=GPT_OSS,
     )
 
 
@@ -60,7 +59,7 @@ def test_case_36_equals_stock_with_active_clamps(run, scale: float) -> None:  # 
 
 def test_gate_is_clamped_above_only_and_up_on_both_sides() -> None:
     gate_up = torch.tensor([[9.0, 0.5], [-9.0, 0.5], [1.0, 9.0], [1.0, -9.0]], requires_grad=True)
-    clamped_swiglu(gate_up).sum().backward()
+    GPT_OSS(gate_up).sum().backward()
     moved = gate_up.grad != 0
     assert moved.tolist() == [[False, True], [True, True], [True, False], [True, False]]
 
@@ -89,7 +88,7 @@ def test_experts_without_tokens_and_one_token() -> None:
     x, index, weight = torch.randn(1, 24), torch.tensor([[3, 1]]), torch.tensor([[0.25, 0.75]])
     one, grouped = (
         experts(x, *weights, index, weight),
-        experts_grouped(x, *weights, index, weight, alpha=1.702, limit=7.0),
+        experts_grouped(x, *weights, index, weight, activation=GPT_OSS),
     )
     torch.testing.assert_close(one, grouped)
     (grad,) = torch.autograd.grad(one.sum(), layer.gate_up_proj)
@@ -106,7 +105,7 @@ def test_few_tokens_with_the_matrices_of_their_own_experts(packed: bool) -> None
     lora = (ExpertLora(torch.randn(5, 4, 64), torch.randn(5, 4, 64), 0.5),)
     down_lora = (ExpertLora(torch.randn(5, 4, 32), torch.randn(5, 4, 64), 2.0),)
     x = torch.randn(2, 64)
-    options = dict(alpha=1.702, limit=7.0, gate_up_lora=lora, down_lora=down_lora)
+    options = dict(activation=GPT_OSS, gate_up_lora=lora, down_lora=down_lora)
     want = experts(x, *arguments, index, weight, **options)
     torch.testing.assert_close(experts_few(x, *arguments, index, weight, **options), want, rtol=1e-4, atol=1e-3)
 

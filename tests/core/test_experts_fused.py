@@ -10,6 +10,7 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from unsloth_plugins.core.experts import ExpertLora, fused
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.reference import experts_loop
+from unsloth_plugins.core.layers import GPT_OSS, Swiglu
 from unsloth_plugins.core.mxfp4 import PackedWeight, encode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,7 +29,7 @@ DEVICES = [
     pytest.param("cpu", marks=needs_interpreter),
     pytest.param("cuda", marks=[pytest.mark.gpu, on_cuda]),
 ]
-OPTIONS = dict(alpha=1.702, limit=7.0)
+OPTIONS = dict(activation=GPT_OSS)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
@@ -35,7 +37,7 @@ def test_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "11 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "13 passed" in done.stdout, done.stdout[-3000:]
 
 
 def _case(device: str, dtype: torch.dtype, tokens: int, rank: int = 8):  # type: ignore[no-untyped-def]
@@ -65,7 +67,7 @@ def _run(kind, case, which=(True, True), dtype=None):  # type: ignore[no-untyped
     weights, biases, index, leaves = case
     if dtype is not None:
         leaves = [leaf.to(dtype) for leaf in leaves]
-        biases = [bias.to(dtype) for bias in biases]
+        biases = [bias if bias is None else bias.to(dtype) for bias in biases]
         weights = [w.to(dtype) if isinstance(w, torch.Tensor) else w.dense(dtype) for w in weights]
     x, weight, a1, b1, a2, b2 = leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     loras = [(ExpertLora(a1, b1, 0.5),) if which[0] else (), (ExpertLora(a2, b2, 0.25),) if which[1] else ()]
@@ -84,6 +86,16 @@ def _run(kind, case, which=(True, True), dtype=None):  # type: ignore[no-untyped
     used = [x, weight, *([a1, b1] if which[0] else []), *([a2, b2] if which[1] else [])]
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     return [y, *torch.autograd.grad(y, used, dy)]
+
+
+def _compare(case, which=(True, True)) -> None:  # type: ignore[no-untyped-def]
+    """Tiles and loop against the truth: an error at most twice the loop's."""
+    truth = _run(experts_loop, case, which, torch.float64)
+    eager, got = _run(experts_loop, case, which), _run(fused.experts_fused, case, which)
+    assert len(got) == len(truth)
+    for number, (want, loop, ours) in enumerate(zip(truth, eager, got, strict=True)):
+        error, room = ((each.double() - want).norm() / want.norm() for each in (ours, loop))
+        assert error <= 2 * room + 1e-6, f"{number}: {error:.1e} against {room:.1e}"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -106,12 +118,19 @@ def test_output_and_every_gradient(device: str, dense: bool, rank: int, which: t
     if dense:
         weights = [w.dense(dtype).contiguous() for w in weights]
     case = (weights, biases, index, leaves)
-    truth = _run(experts_loop, case, which, torch.float64)
-    eager, got = _run(experts_loop, case, which), _run(fused.experts_fused, case, which)
-    assert len(got) == len(truth)
-    for number, (want, loop, ours) in enumerate(zip(truth, eager, got, strict=True)):
-        error, room = ((each.double() - want).norm() / want.norm() for each in (ours, loop))
-        assert error <= 2 * room + 1e-6, f"{number}: {error:.1e} against {room:.1e}"
+    _compare(case, which)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lora", [True, False])
+def test_plain_swiglu_without_biases_on_weights_stored_by_outputs(device: str, lora: bool, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setitem(OPTIONS, "activation", Swiglu())
+    monkeypatch.setattr(fused, "TILE", 16)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    packed, _, index, leaves = _case(device, dtype, 37)
+    weights = [w.dense(dtype) for w in packed]
+    assert all(w.stride(1) == 1 for w in weights)
+    _compare((weights, (None, None), index, leaves), (lora, lora))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -135,13 +154,10 @@ def test_holding_the_first_projection_changes_no_bit_and_lasts_for_two_backwards
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_token_and_no_clamp(device: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setitem(OPTIONS, "limit", None)
+    monkeypatch.setitem(OPTIONS, "activation", replace(GPT_OSS, limit=None))
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     case = _case(device, dtype, 1)
-    truth = _run(experts_loop, case, dtype=torch.float64)
-    for want, loop, ours in zip(truth, _run(experts_loop, case), _run(fused.experts_fused, case), strict=True):
-        error, room = ((each.double() - want).norm() / want.norm() for each in (ours, loop))
-        assert error <= 2 * room + 1e-6
+    _compare(case)
 
 
 @pytest.mark.parametrize("device", DEVICES)

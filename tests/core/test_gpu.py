@@ -11,6 +11,7 @@ from conftest import batch_of, loss_and_grads, tiny_gpt_oss, tiny_llama
 from unsloth_plugins.core import apply
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.reference import experts_loop
+from unsloth_plugins.core.layers import GPT_OSS
 from unsloth_plugins.core.offload import HostStore, offload_checkpoint
 from unsloth_plugins.core.sink_attention import sink_attention
 
@@ -77,7 +78,7 @@ def test_grouped_experts_in_bf16_within_the_loops_own_error() -> None:
     low = torch.bfloat16
     for run, dtype in ((experts_loop, torch.float64), (experts_loop, low), (experts_grouped, low)):
         leaves = [t.to(dtype).requires_grad_() for t in (x, *weights)]
-        out = run(*leaves, index, weight.to(dtype if dtype == torch.float64 else torch.float32), alpha=1.702, limit=7.0)
+        out = run(*leaves, index, weight.to(dtype if dtype == torch.float64 else torch.float32), activation=GPT_OSS)
         outs.append([out, *torch.autograd.grad(out.sum(), leaves)])
     for truth, loop, grouped in zip(*outs, strict=True):
         loop_error, grouped_error = ((t.double() - truth).norm() for t in (loop, grouped))

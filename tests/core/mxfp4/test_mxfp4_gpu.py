@@ -14,6 +14,7 @@ from unsloth_plugins.core import apply
 from unsloth_plugins.core.experts import ExpertLora
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.reference import experts_loop
+from unsloth_plugins.core.layers import GPT_OSS
 from unsloth_plugins.core.mxfp4 import PackedWeight, decode, encode, load_mxfp4, pack_experts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -77,8 +78,7 @@ def test_grouped_packed_experts_with_lora_within_eagers_error(rank: int) -> None
             biases[1].to(dtype),
             index,
             weight,
-            alpha=1.702,
-            limit=7.0,
+            activation=GPT_OSS,
             gate_up_lora=(ExpertLora(a1, b1, 0.5),),
             down_lora=(ExpertLora(a2, b2, 0.5),),
         )
