@@ -27,7 +27,7 @@ from unsloth_plugins.core.models.attention import ConfigSwap, attention_backend,
 from unsloth_plugins.core.models.binding import ModelParts, is_layer
 from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
 from unsloth_plugins.core.models.experts import PackedExperts, holding_bytes, patch_expert_wrappers, patch_experts
-from unsloth_plugins.core.models.layers import patch_layers
+from unsloth_plugins.core.models.layers import mlp_holding_bytes, patch_layers
 from unsloth_plugins.core.models.lora import keep_unpacked, patch_lora
 from unsloth_plugins.core.offload.budget import MemoryBudget
 from unsloth_plugins.core.offload.checkpoint import LayerCheckpoint
@@ -202,6 +202,8 @@ class Applied:
         if torch.is_grad_enabled():
             self.sync_checkpointing()
             if self.budget is not None:
+                if device.type == "cuda" and not any(layer.experts for layer in self.parts.layers):
+                    self.budget.holding_bytes = mlp_holding_bytes(self.parts.decoder, device)
                 self.budget.begin(device, tokens)
 
     def _apply_attention(self) -> None:

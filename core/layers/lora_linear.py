@@ -7,7 +7,8 @@ For projection p with frozen base W_p, and adapters stacked to A [R, I]:
     dz_a = s_a dy_p B_a,    dB_a = s_a dy_p^T z_a,    dA = dz^T x,    dx = sum_p dy_p W_p + dz A
 
 LoRA's terms are accumulated by GEMMs into what the base's GEMM wrote, so nothing passes over an output by itself. A
-quantised base is decoded for its GEMM and freed; the caching allocator gives the next one the same memory.
+quantised base is decoded for its GEMM and freed; the caching allocator gives the next one the same memory. Of an x that
+came out of a norm, the norm's input is saved in its place, and x made again for dA.
 
 Shape suffixes: N tokens, I inputs, O outputs, R ranks of all adapters, r rank of one. Source: Hu et al. 2021, "LoRA",
 equation 3.
@@ -23,6 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from unsloth_plugins.core.errors import ShapeError
+from unsloth_plugins.core.layers.normed import Normed, normed_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,75 +60,172 @@ def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> tor
     return (left @ right).to(dtype)
 
 
-class _LoraLinears(torch.autograd.Function):
-    """Inputs: x, the projections, then A and B of every term and after them the biases, for their gradients."""
+class LinearPass:
+    """One forward or backward through projections of one input, in one tile of tokens or in several.
 
-    @staticmethod
-    def forward(ctx: Any, x_NI: torch.Tensor, projections: Sequence[LoraProjection], *tensors: Any) -> Any:
-        dtype = x_NI.dtype
-        terms = [term for each in projections for term in each.terms]
-        stack = [term.a_rI.to(dtype) for term in terms]
-        a_RI = stack[0] if len(stack) == 1 else torch.cat(stack)
-        z_NR = x_NI @ a_RI.T
-        outputs, start = [], 0
-        for each in projections:
-            weight_OI = each.weight(dtype)
+    Args:
+        projections: bases and adapters, as they are in this pass.
+        dtype: of all products.
+        several: keep a weight that was decoded for the next tile.
+
+    Attributes:
+        tensors: A and B of every term, then the biases: what gradients are for, in this order.
+    """
+
+    def __init__(self, projections: Sequence[LoraProjection], dtype: torch.dtype, *, several: bool = False) -> None:
+        self.projections, self.dtype, self.several = projections, dtype, several
+        self.tensors = tensors_of(projections)
+        stack = [term.a_rI.to(dtype) for each in projections for term in each.terms]
+        self._a_RI = (stack[0] if len(stack) == 1 else torch.cat(stack)) if stack else None
+        self._weights: dict[int, torch.Tensor] = {}
+        self._sums: list[torch.Tensor | None] = [None] * len(self.tensors)
+        self._da_RI: torch.Tensor | None = None
+
+    def _weight(self, place: int) -> torch.Tensor:
+        found = self._weights.get(place)
+        if found is None:
+            found = self.projections[place].weight(self.dtype)
+            if self.several:
+                self._weights[place] = found
+        return found
+
+    def inner(self, x_NI: torch.Tensor) -> torch.Tensor | None:
+        """z [N, R]; ``None`` without adapters."""
+        return None if self._a_RI is None else x_NI @ self._a_RI.T
+
+    def outputs(self, x_NI: torch.Tensor, z_NR: torch.Tensor | None) -> list[torch.Tensor]:
+        """y [N, O] of every projection."""
+        out, start = [], 0
+        for place, each in enumerate(self.projections):
+            weight_OI = self._weight(place)
             if each.bias_O is None:
                 y_NO = x_NI @ weight_OI.T
             else:
-                y_NO = torch.addmm(each.bias_O.to(dtype), x_NI, weight_OI.T)
+                y_NO = torch.addmm(each.bias_O.to(self.dtype), x_NI, weight_OI.T)
             del weight_OI
             for term in each.terms:
+                assert z_NR is not None
                 stop = start + term.a_rI.shape[0]
-                y_NO.addmm_(z_NR[:, start:stop], term.b_Or.to(dtype).T, alpha=term.scaling)
+                y_NO.addmm_(z_NR[:, start:stop], term.b_Or.to(self.dtype).T, alpha=term.scaling)
                 start = stop
-            outputs.append(y_NO)
-        ctx.save_for_backward(x_NI, z_NR, *tensors)
+            out.append(y_NO)
+        return out
+
+    def input_gradients(
+        self, grads: Sequence[torch.Tensor | None], *, want_x: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """dx [N, I] where wanted, and dz [N, R]. ``grads``: dy [N, O] of every projection, or ``None`` for zero."""
+        dx_NI = dz_NR = None
+        rows = next((dy_NO.shape[0] for dy_NO in grads if dy_NO is not None), 0)
+        if self._a_RI is not None:
+            dz_NR = self._a_RI.new_zeros((rows, self._a_RI.shape[0]))
+        start = 0
+        for place, (each, dy_NO) in enumerate(zip(self.projections, grads, strict=True)):
+            for term in each.terms:
+                part = slice(start, start + term.a_rI.shape[0])
+                if dy_NO is not None and dz_NR is not None:
+                    dz_NR[:, part].addmm_(dy_NO, term.b_Or.to(self.dtype), beta=0, alpha=term.scaling)
+                start = part.stop
+            if dy_NO is not None and want_x:
+                weight_OI = self._weight(place)
+                dx_NI = dy_NO @ weight_OI if dx_NI is None else dx_NI.addmm_(dy_NO, weight_OI)
+                del weight_OI
+        if dx_NI is not None and dz_NR is not None and self._a_RI is not None:
+            dx_NI.addmm_(dz_NR, self._a_RI)
+        return dx_NI, dz_NR
+
+    def add_gradients(
+        self,
+        x_NI: torch.Tensor,
+        z_NR: torch.Tensor | None,
+        dz_NR: torch.Tensor | None,
+        grads: Sequence[torch.Tensor | None],
+        wanted: Sequence[bool],
+    ) -> None:
+        """Add what these tokens give to the gradients of ``tensors``, where ``wanted``."""
+        count = sum(len(each.terms) for each in self.projections)
+        start = number = 0
+        for place, (each, dy_NO) in enumerate(zip(self.projections, grads, strict=True)):
+            for term in each.terms:
+                stop = start + term.a_rI.shape[0]
+                if dy_NO is not None and z_NR is not None and wanted[2 * number + 1]:
+                    wide = torch.promote_types(term.b_Or.dtype, torch.float32)
+                    self._add(2 * number + 1, _product(dy_NO.T, z_NR[:, start:stop], wide).mul_(term.scaling))
+                start, number = stop, number + 1
+            if dy_NO is not None and wanted[2 * count + place]:
+                self._add(2 * count + place, dy_NO.sum(0, dtype=torch.promote_types(self.dtype, torch.float32)))
+        if dz_NR is not None and any(wanted[: 2 * count : 2]):
+            da_RI = _product(dz_NR.T, x_NI, torch.promote_types(self.dtype, torch.float32))
+            self._da_RI = da_RI if self._da_RI is None else self._da_RI.add_(da_RI)
+
+    def _add(self, slot: int, value: torch.Tensor) -> None:
+        before = self._sums[slot]
+        self._sums[slot] = value if before is None else before.add_(value)
+
+    def gradients(self, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+        """Of ``tensors``, in their dtypes; ``None`` where not wanted or nothing came."""
+        out = [
+            None if total is None or tensor is None else total.to(tensor.dtype)
+            for total, tensor in zip(self._sums, self.tensors, strict=True)
+        ]
+        if self._da_RI is not None:
+            factors = [term.a_rI for each in self.projections for term in each.terms]
+            for n, part in enumerate(self._da_RI.split([a.shape[0] for a in factors])):
+                out[2 * n] = part.to(factors[n].dtype) if wanted[2 * n] else None
+        return out
+
+
+def tensors_of(projections: Sequence[LoraProjection]) -> list[torch.Tensor | None]:
+    """A and B of every term, then the biases."""
+    factors = [tensor for each in projections for term in each.terms for tensor in (term.a_rI, term.b_Or)]
+    return [*factors, *(each.bias_O for each in projections)]
+
+
+def with_tensors(
+    projections: Sequence[LoraProjection], tensors: Sequence[torch.Tensor | None]
+) -> tuple[LoraProjection, ...]:
+    """The projections with other tensors in the order of ``tensors_of``, such as those that autograd kept."""
+    out, number = [], 0
+    biases = tensors[len(tensors) - len(projections) :]
+    for each, bias_O in zip(projections, biases, strict=True):
+        terms = []
+        for term in each.terms:
+            a_rI, b_Or = tensors[2 * number], tensors[2 * number + 1]
+            assert a_rI is not None and b_Or is not None
+            terms.append(LoraTerm(a_rI, b_Or, term.scaling))
+            number += 1
+        out.append(LoraProjection(each.weight, each.outputs, bias_O, terms))
+    return tuple(out)
+
+
+class _LoraLinears(torch.autograd.Function):
+    """Inputs: x, how it was normalised, the projections, then their tensors, for their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: torch.Tensor, normed: Normed | None, projections: Sequence[LoraProjection], *tensors: Any
+    ) -> Any:
+        steps = LinearPass(projections, x_NI.dtype)
+        z_NR = steps.inner(x_NI)
+        ctx.rule = None if normed is None else normed.rule
+        source = (x_NI, None) if normed is None else (normed.x.detach(), normed.weight_N)
+        ctx.save_for_backward(*source, z_NR, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.weights = [(each.weight, [term.scaling for term in each.terms]) for each in projections]
-        return tuple(outputs)
+        ctx.projections = projections
+        return tuple(steps.outputs(x_NI, z_NR))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        x_NI, z_NR, *tensors = ctx.saved_tensors
-        dtype = x_NI.dtype
-        count = sum(len(scalings) for _, scalings in ctx.weights)
-        all_a, all_b = tensors[: 2 * count : 2], tensors[1 : 2 * count : 2]
-        out: list[torch.Tensor | None] = [None] * len(tensors)
-        dz_NR = torch.empty_like(z_NR)
-        dx_NI = None
-        start = number = 0
-        for place, ((weight, scalings), dy_NO) in enumerate(zip(ctx.weights, grads, strict=True)):
-            for scaling in scalings:
-                b_Or = all_b[number]
-                part = slice(start, start + b_Or.shape[1])
-                if dy_NO is None:
-                    dz_NR[:, part] = 0
-                else:
-                    dz_NR[:, part].addmm_(dy_NO, b_Or.to(dtype), beta=0, alpha=scaling)
-                    if ctx.needs_input_grad[2 + 2 * number + 1]:
-                        out[2 * number + 1] = _product(dy_NO.T, z_NR[:, part], b_Or.dtype).mul_(scaling)
-                start, number = part.stop, number + 1
-            bias = 2 * count + place
-            if dy_NO is None:
-                continue
-            if ctx.needs_input_grad[2 + bias]:
-                out[bias] = dy_NO.sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(tensors[bias].dtype)
-            if ctx.needs_input_grad[0]:
-                weight_OI = weight(dtype)
-                dx_NI = dy_NO @ weight_OI if dx_NI is None else dx_NI.addmm_(dy_NO, weight_OI)
-                del weight_OI
-        wanted = [n for n in range(count) if ctx.needs_input_grad[2 + 2 * n]]
-        if wanted:
-            da_RI = _product(dz_NR.T, x_NI, all_a[wanted[0]].dtype)
-            for n, part in enumerate(da_RI.split([a.shape[0] for a in all_a])):
-                if n in wanted:
-                    out[2 * n] = part.to(all_a[n].dtype)
-        if dx_NI is not None:
-            stack = [a.to(dtype) for a in all_a]
-            dx_NI.addmm_(dz_NR, stack[0] if len(stack) == 1 else torch.cat(stack))
-        return dx_NI, None, *out
+        x, weight_N, z_NR, *tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3:]
+        steps = LinearPass(with_tensors(ctx.projections, tensors), z_NR.dtype)
+        dx_NI, dz_NR = steps.input_gradients(grads, want_x=ctx.needs_input_grad[0])
+        x_NI = x.reshape(-1, x.shape[-1])
+        if ctx.rule is not None:
+            x_NI = ctx.rule(x_NI, weight_N)
+        steps.add_gradients(x_NI, z_NR, dz_NR, grads, wanted)
+        return dx_NI, None, None, *steps.gradients(wanted)
 
 
 def lora_linears(x: torch.Tensor, projections: Sequence[LoraProjection]) -> tuple[torch.Tensor, ...]:
@@ -152,7 +251,6 @@ def lora_linears(x: torch.Tensor, projections: Sequence[LoraProjection]) -> tupl
                     got=f"{list(a)} and {list(b)}",
                     remedy="Pass the weights of PEFT's lora_A and lora_B as they are.",
                 )
-    factors = [tensor for each in projections for term in each.terms for tensor in (term.a_rI, term.b_Or)]
-    biases = [each.bias_O for each in projections]
-    outputs = _LoraLinears.apply(x.reshape(-1, x.shape[-1]), tuple(projections), *factors, *biases)
+    tensors = tensors_of(projections)
+    outputs = _LoraLinears.apply(x.reshape(-1, x.shape[-1]), normed_of(x), tuple(projections), *tensors)
     return tuple(y_NO.view(*x.shape[:-1], y_NO.shape[1]) for y_NO in outputs)

@@ -330,3 +330,34 @@ def gated(
     if implementation == "triton":
         return _Gated.apply(gate, up, activation)  # type: ignore[no-any-return]
     return reference.gated(gate, up, activation=activation)
+
+
+def gated_backward(
+    d_out: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None = None,
+    *,
+    activation: Activation = "silu",
+    overwrite: bool = False,
+    implementation: Implementation = "reference",
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """What ``gated`` gave, made again, and the gradients of ``gate`` and ``up`` (of ``gate`` alone where it has both).
+
+    Args:
+        d_out: float [M, I], gradient of the output.
+        gate, up: as for ``gated``, [M, I] or [M, 2 I].
+        overwrite: the kernel may write the gradients into gate and up.
+    """
+    given = (gate,) if up is None else (gate, up)
+    if implementation == "reference":
+        with torch.enable_grad():
+            leaves = [each.detach().requires_grad_() for each in given]
+            out = gated(*leaves, activation=activation)
+        return out.detach(), torch.autograd.grad(out, leaves, d_out)
+    from unsloth_plugins.core.layers.triton_glu import gated_backward as launch  # needs triton: only where it runs
+
+    out = torch.empty_like(d_out)
+    grads = given if overwrite else tuple(torch.empty_like(each) for each in given)
+    halves = (*gate.chunk(2, -1), *grads[0].chunk(2, -1)) if up is None else (*given, *grads)
+    launch(d_out, *halves, activation=activation, out_MI=out)
+    return out, grads

@@ -12,14 +12,19 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from unsloth_plugins.core.layers import gated, rms_norm, rope
+from unsloth_plugins.core.layers.normed import note_normed
 from unsloth_plugins.core.layers.op import Implementation, resolve_implementation, why_reference
 from unsloth_plugins.core.layers.reference import Activation, NormRule
+from unsloth_plugins.core.layers.tiled_mlp import TILE, tiled_mlp
+from unsloth_plugins.core.models.binding import is_layer
+from unsloth_plugins.core.models.lora import linears_of
+from unsloth_plugins.core.offload.tail import holds
 from unsloth_plugins.core.patches import PatchSet
 
 Choice = Literal["auto", "triton", "reference"]
@@ -126,9 +131,10 @@ def _norm_forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     implementation = None if state is None else _implementation(state.choice, hidden)
     if state is None or implementation is None:
         return type(self).forward(self, hidden)  # type: ignore[no-any-return]
-    return cast(
-        torch.Tensor, rms_norm(hidden, self.weight, eps=state.eps, rule=state.rule, implementation=implementation)
-    )
+    rule = functools.partial(rms_norm, eps=state.eps, rule=state.rule, implementation=implementation)
+    out: torch.Tensor = rule(hidden, self.weight)
+    note_normed(out, hidden, self.weight, rule)
+    return out
 
 
 @dataclass(frozen=True)
@@ -137,12 +143,55 @@ class _Mlp:
     activation: Activation
     fused: bool
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the projections, in order."""
+        return ("gate_up_proj", "down_proj") if self.fused else ("gate_proj", "up_proj", "down_proj")
+
+
+def _tiled(self: Any, state: _Mlp, hidden: torch.Tensor, implementation: Implementation) -> torch.Tensor | None:
+    """All of the MLP in one function; ``None`` where it does not pay or a projection has to be called as a module."""
+    if not torch.is_grad_enabled() and hidden.shape[:-1].numel() <= TILE:
+        return None
+    found = linears_of([getattr(self, name) for name in state.names], hidden)
+    if found is None:
+        return None
+    projections, product, result = found
+    with torch.autocast(hidden.device.type, enabled=False):
+        out = tiled_mlp(
+            hidden.to(product),
+            projections[:-1],
+            projections[-1],
+            activation=state.activation,
+            hold=holds(otherwise=True),
+            implementation=implementation,
+        )
+    return out.to(result)
+
+
+def mlp_holding_bytes(decoder: nn.Module, device: torch.device) -> int:
+    """What ``hold`` of ``tiled_mlp`` takes for one token; 0 where a layer has no MLP that goes through it as it is."""
+    x = torch.empty(0, dtype=next(decoder.parameters()).dtype, device=device)
+    most = 0
+    for layer in filter(is_layer, decoder.modules()):
+        mlp: Any = getattr(layer, "mlp", None)
+        state = None if mlp is None else vars(mlp).get(_STATE)
+        if not isinstance(state, _Mlp) or _implementation(state.choice, x) is None:
+            return 0
+        found = linears_of([getattr(mlp, name) for name in state.names], x)
+        if found is None:
+            return 0
+        most = max(most, sum(each.outputs for each in found[0][:-1]) * found[1].itemsize)
+    return most
+
 
 def _mlp_forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     state: _Mlp | None = vars(self).get(_STATE)
     implementation = None if state is None else _implementation(state.choice, hidden)
     if state is None or implementation is None:
         return type(self).forward(self, hidden)  # type: ignore[no-any-return]
+    if (out := _tiled(self, state, hidden, implementation)) is not None:
+        return out
     gates = (self.gate_up_proj(hidden),) if state.fused else (self.gate_proj(hidden), self.up_proj(hidden))
     inner = gated(*gates, activation=state.activation, implementation=implementation)
     return self.down_proj(inner)  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, Literal
@@ -73,20 +74,31 @@ def _dense(weight_OI: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight_OI.to(dtype)
 
 
-def why_peft(module: Any) -> str | None:
-    """Why this LoRA layer is PEFT's to compute as it stands now, or ``None``."""
-    base = module.base_layer
+def _why_not_base(base: Any) -> str | None:
+    """Why a linear layer can't be computed from its weight here, or ``None``."""
     four_bit = _is_4bit(base)
     if not four_bit and type(base) is not nn.Linear:
         return f"a base of {type(base).__name__}"
-    if "forward" in vars(base) or base._forward_hooks or base._forward_pre_hooks:
+    if "forward" in vars(base) or _has_hooks(base):
         return "a base with hooks"
     if base.weight.requires_grad:
         return "a trained base"
-    if module.fan_in_fan_out:
-        return "a transposed base"
     if four_bit and (getattr(base.weight, "quant_state", None) is None or base.weight.quant_state.shape[0] == 1):
         return "a base that is not quantised yet"
+    return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    before = module._forward_pre_hooks or module._backward_pre_hooks
+    return bool(before or module._forward_hooks or module._backward_hooks)
+
+
+def why_peft(module: Any) -> str | None:
+    """Why this LoRA layer is PEFT's to compute as it stands now, or ``None``."""
+    if (reason := _why_not_base(module.base_layer)) is not None:
+        return reason
+    if module.fan_in_fan_out:
+        return "a transposed base"
     if module.disable_adapters or module.merged_adapters:
         return "disabled or merged adapters"
     for name in module.active_adapters:
@@ -102,33 +114,57 @@ def why_peft(module: Any) -> str | None:
 
 
 def _projection(module: Any) -> LoraProjection:
-    base = module.base_layer
-    terms = [
-        LoraTerm(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name])
-        for name in module.active_adapters
-        if name in module.lora_A
-    ]
+    base = getattr(module, "base_layer", module)
+    names = [name for name in getattr(module, "active_adapters", ()) if name in module.lora_A]
+    terms = [LoraTerm(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]) for name in names]
     weight = functools.partial(_decoded, base) if _is_4bit(base) else functools.partial(_dense, base.weight)
     return LoraProjection(weight, base.out_features, base.bias, terms)
 
 
-def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype] | None:
+def _dtypes(base: Any, device: torch.device, given: torch.dtype) -> tuple[torch.dtype, torch.dtype] | None:
     """The dtypes of the products and of the output, as the base has them; ``None`` where it would refuse."""
-    device = x.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    if x.dtype == torch.float64:
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    if given == torch.float64:
         autocast = None
     if _is_4bit(base):
-        return autocast or (base.compute_dtype if base.compute_type_is_set else None) or x.dtype, x.dtype
+        return autocast or (base.compute_dtype if base.compute_type_is_set else None) or given, given
     if autocast is not None:
         return autocast, autocast
-    return (x.dtype, x.dtype) if x.dtype == base.weight.dtype else None
+    return (given, given) if given == base.weight.dtype else None
 
 
 def _shares(module: Any, x: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
     """Whether a member of a group could be computed from ``x`` together with the one that was called."""
     base = module.base_layer
-    return base.in_features == x.shape[-1] and why_peft(module) is None and _dtypes(base, x) == dtypes
+    return base.in_features == x.shape[-1] and why_peft(module) is None and _dtypes(base, x.device, x.dtype) == dtypes
+
+
+def linears_of(
+    modules: Sequence[Any], x: torch.Tensor
+) -> tuple[tuple[LoraProjection, ...], torch.dtype, torch.dtype] | None:
+    """Linear layers, with LoRA or without, that are called one after the other on what came from ``x``.
+
+    Returns:
+        The projections, the one dtype of their products and that of the last output; ``None`` where one of the layers
+        has to be called as a module, or they don't agree.
+    """
+    products, result = set(), x.dtype
+    for module in modules:
+        base = getattr(module, "base_layer", None)
+        if base is None:
+            base, reason = module, _why_not_base(module)
+        else:
+            state: _Lora | None = vars(module).get(_STATE)
+            ours = state is not None and (state.choice == "fused" or x.is_cuda) and not _has_hooks(module)
+            reason = why_peft(module) if ours else "not ours"
+        dtypes = _dtypes(base, x.device, result) if reason is None else None
+        if dtypes is None:
+            return None
+        products.add(dtypes[0])
+        result = dtypes[1]
+    if len(products) != 1:
+        return None
+    return tuple(_projection(module) for module in modules), products.pop(), result
 
 
 def _lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -138,7 +174,7 @@ def _lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
     group = state.group
     if group is not None and (found := group.take(self, x)) is not None:
         return found
-    dtypes = _dtypes(self.base_layer, x)
+    dtypes = _dtypes(self.base_layer, x.device, x.dtype)
     if dtypes is None or why_peft(self) is not None:
         return type(self).forward(self, x)  # type: ignore[no-any-return]
     members = [self]

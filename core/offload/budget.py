@@ -39,7 +39,7 @@ class MemoryBudget:
     Attributes:
         plan: in force; ``None`` until a step was measured.
         layers: number of layers that ask.
-        holding_bytes: a token, that each layer's experts can hold for backward.
+        holding_bytes: a token, that each layer's experts or MLP can hold for backward.
     """
 
     def __init__(self, memory: DeviceMemory | None = None) -> None:
@@ -72,7 +72,7 @@ class MemoryBudget:
         return self.plan is not None and index >= self.plan.first_kept
 
     def holds(self, index: int) -> bool:
-        """Whether a layer's experts keep in this forward what they would compute again in backward."""
+        """Whether a layer's experts or MLP keep in this forward what they would compute again in backward."""
         return self.plan is not None and index >= self.plan.first_holding
 
     def wants_measure(self, index: int) -> bool:
@@ -109,7 +109,7 @@ class MemoryBudget:
         kept = self.layers - self.plan.first_kept
         text = f"{kept} of {self.layers} layers not checkpointed at {self._tokens} tokens, other inputs {where}"
         held = max(self.layers - self.plan.first_holding, 0)
-        return text + (f", experts of {held} keep their first projection" if held else "")
+        return text + (f", {held} keep what their experts or MLP projected first" if held else "")
 
     def _choose(self, now: int) -> Plan | None:
         if self._tokens > self._longest or len(self._seen) < self.layers:

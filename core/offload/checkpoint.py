@@ -51,7 +51,13 @@ def offload_checkpoint(
         )
     store = store or _common_store()
     with torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack):
-        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return checkpoint(_holding_nothing, function, *args, use_reentrant=False, **kwargs)
+
+
+def _holding_nothing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In forward and in recompute alike, or they would not save the same."""
+    with holding(False):
+        return function(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-_HOLDS: ContextVar[bool] = ContextVar("holds", default=False)
+_HOLDS: ContextVar[bool | None] = ContextVar("holds", default=None)
 
 
 @contextlib.contextmanager
@@ -30,9 +30,10 @@ def holding(value: bool) -> Iterator[None]:
         _HOLDS.reset(before)
 
 
-def holds() -> bool:
-    """Whether memory was found for what a tail could keep."""
-    return _HOLDS.get()
+def holds(*, otherwise: bool = False) -> bool:
+    """Whether memory was found for what a tail could keep; ``otherwise`` where nobody checkpoints or looked for it."""
+    found = _HOLDS.get()
+    return otherwise if found is None else found
 
 
 class Kept:

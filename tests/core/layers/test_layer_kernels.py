@@ -20,6 +20,7 @@ from tolerances import assert_no_worse_than_eager  # noqa: E402
 
 from unsloth_plugins.core.errors import ShapeError  # noqa: E402
 from unsloth_plugins.core.layers import gated, rms_norm, rope  # noqa: E402
+from unsloth_plugins.core.layers.op import gated_backward  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_in_the_interpreter")
@@ -186,6 +187,21 @@ def test_gated(device: str, dtype: torch.dtype, activation: str, shape: tuple[in
     for trained in ({"gate", "up"}, {"gate"}, {"up"}):
         compare(apart, inputs, dtype, device, trained)
     compare(together, {"both": torch.cat((inputs["gate"], inputs["up"]), -1)}, dtype, device, {"both"})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+def test_backward_gives_the_output_again(device: str, together: bool, overwrite: bool) -> None:
+    gate, up, d_out = (torch.randn(5, 130, device=device) for _ in range(3))
+    given = [torch.cat((gate, up), -1)] if together else [gate, up]
+    want = gated_backward(d_out, *given, activation="gelu_tanh")
+    copies = [each.clone() for each in given]
+    out, grads = gated_backward(d_out, *copies, activation="gelu_tanh", overwrite=overwrite, implementation="triton")
+    torch.testing.assert_close((out, grads), want)
+    same = [torch.equal(a, b) for a, b in zip(copies, given, strict=True)]
+    assert same == [not overwrite] * len(given)
+    torch.testing.assert_close(out, gated(gate, up, activation="gelu_tanh"))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,55 @@
+"""What came out of a norm, and how to make it again: so that who needs it in backward saves nothing for it.
+
+The norm saves its own input anyway. A function that takes the output may save that input (the same memory) in its
+place, and normalise once more in backward, which is a pass over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+@dataclass(frozen=True, eq=False)
+class Normed:
+    """How a tensor was made: ``rule(x, weight)``, row by row.
+
+    Attributes:
+        x: float [..., N], the norm's input, with its graph.
+        weight_N: float [N].
+        rule: gives the normalised rows, of all or of some.
+        versions: of input and output at that time.
+    """
+
+    x: torch.Tensor
+    weight_N: torch.Tensor
+    rule: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    versions: tuple[int, int]
+
+
+_NOTES = WeakTensorKeyDictionary()
+
+
+def note_normed(
+    y: torch.Tensor, x: torch.Tensor, weight_N: torch.Tensor, rule: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """Remember that ``y`` is ``rule(x, weight_N)``, while somebody holds ``y`` and where backward could follow."""
+    if torch.is_grad_enabled() and not (x.is_inference() or y.is_inference()):
+        _NOTES[y] = Normed(x, weight_N, rule, (x._version, y._version))
+
+
+def normed_of(y: torch.Tensor) -> Normed | None:
+    """How ``y`` came out of a norm; ``None`` when it did not, or when it or the norm's input was changed since."""
+    found: Normed | None = _NOTES.get(y)
+    if found is None or found.versions != (found.x._version, y._version):
+        return None
+    return found
+
+
+def may_pass_by(y: torch.Tensor, normed: Normed) -> bool:
+    """Whether a function of ``y`` may send its gradient to the norm's input itself: nobody waits for that of ``y``."""
+    watched = bool(y._backward_hooks) or (y.requires_grad and y.retains_grad)
+    return not watched and not normed.weight_N.requires_grad
