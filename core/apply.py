@@ -127,7 +127,8 @@ class Applied:
             ours += 1
             if keywords is not None:
                 budget = self.budget if is_layer(module) else None
-                stand_in = LayerCheckpoint(self.store, keywords, budget, layers)
+                every = self.config.every_n_layers if is_layer(module) else 1
+                stand_in = LayerCheckpoint(self.store, keywords, budget, layers, every)
                 self._checkpoint_patches.set(module, "_gradient_checkpointing_func", stand_in)
             layers += is_layer(module)
         self.store.layers = layers
@@ -137,7 +138,8 @@ class Applied:
             self._note("gradient checkpointing", "left alone", "the trainer brought a checkpoint function of its own")
         elif ours:
             chosen = f"; {self.budget.describe()}" if self.budget is not None and self.budget.plan is not None else ""
-            detail = f"non-reentrant; {_INPUTS[self.config.memory_policy]}{chosen}"
+            pairs = ", of every second layer" if self.config.every_n_layers == 2 else ""
+            detail = f"non-reentrant; {_INPUTS[self.config.memory_policy]}{pairs}{chosen}"
             self._note("gradient checkpointing", "on", detail + self._copies())
         else:
             self._note(

@@ -23,7 +23,7 @@ _MARGIN = 0.06  # of the device's memory: stays free for fragmentation and what 
 
 @dataclass
 class _Layer:
-    """Measured at ``tokens``: bytes kept when it is not checkpointed, and of its input alone."""
+    """Measured at ``tokens``: bytes kept when it is not checkpointed, and those that wait when it is."""
 
     tokens: int
     kept_bytes: int
@@ -81,8 +81,8 @@ class MemoryBudget:
         return self.memory.is_known(self._device) and (seen is None or seen.tokens < self._tokens)
 
     def measured(self, index: int, tokens: int, kept_bytes: int, input_bytes: int) -> None:
-        """What a recompute of the layer left on the device, and its input."""
-        self._seen[index] = _Layer(tokens, kept_bytes + input_bytes, input_bytes)
+        """What the layer holds when it is not checkpointed, its input included, and what waits of it when it is."""
+        self._seen[index] = _Layer(tokens, kept_bytes, input_bytes)
 
     def backward_started(self, grad: Any = None) -> None:
         """The backward of the last layer starts."""

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.offload.budget import MemoryBudget
 from unsloth_plugins.core.offload.host import HostStore
+from unsloth_plugins.core.offload.pairs import FromOrigin, Origin, take_origin
 from unsloth_plugins.core.offload.tail import holding
 
 _KEYWORDS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -43,14 +44,18 @@ def offload_checkpoint(
     Raises:
         UnsupportedError: ``use_reentrant=True`` was asked for.
     """
-    if use_reentrant:
+    return _checkpoint_with(store or _common_store(), function, args, kwargs | {"use_reentrant": use_reentrant})
+
+
+def _checkpoint_with(hooks: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's checkpoint of ``function(*args)``, whose tensor arguments pass through ``hooks``."""
+    if kwargs.pop("use_reentrant", False):
         raise UnsupportedError(
             expected="non-reentrant checkpointing",
             got="use_reentrant=True",
             remedy="Set gradient_checkpointing_kwargs={'use_reentrant': False}, or leave it out.",
         )
-    store = store or _common_store()
-    with torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack):
+    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
         return checkpoint(_holding_nothing, function, *args, use_reentrant=False, **kwargs)
 
 
@@ -84,35 +89,54 @@ class LayerCheckpoint:
         keywords: of ``torch.utils.checkpoint.checkpoint``.
         budget: says which layers run without a checkpoint; ``None``: none of them.
         index: of the layer in the model, from the front.
+        every: 2 keeps the input of every second layer, as ``pairs`` describes; 1 keeps all.
     """
 
     def __init__(
-        self, store: HostStore, keywords: dict[str, Any], budget: MemoryBudget | None = None, index: int = 0
+        self,
+        store: HostStore,
+        keywords: dict[str, Any],
+        budget: MemoryBudget | None = None,
+        index: int = 0,
+        every: int = 1,
     ) -> None:
-        self.store, self.keywords, self.budget, self.index = store, keywords, budget, index
+        self.store, self.keywords, self.budget, self.index, self.every = store, keywords, budget, index, every
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``function(*args, **kwargs)``, checkpointed or not."""
         budget, plan = self.budget, self.budget.plan if self.budget is not None else None
         self.store.moving = None if plan is None else plan.inputs_on_host
         if self.index == 0 and args and isinstance(args[0], torch.Tensor):
-            self.store.reserve(args[0], self.store.layers if plan is None else plan.first_kept)
+            checkpointed = self.store.layers if plan is None else plan.first_kept
+            self.store.reserve(args[0], -(-checkpointed // self.every))
         if budget is None:
-            return offload_checkpoint(function, *args, store=self.store, **self.keywords, **kwargs)
+            return self._checkpointed(function, args, kwargs)
         if budget.keeps(self.index):
             with holding(budget.holds(self.index)):
-                out = function(*args, **{name: value for name, value in kwargs.items() if name not in _KEYWORDS})
+                out = function(*args, **_without_ours(kwargs))
         else:
-            if budget.wants_measure(self.index):
-                function = self._measuring(function, args)
-            out = offload_checkpoint(function, *args, store=self.store, **self.keywords, **kwargs)
+            out = self._checkpointed(function, args, kwargs)
         if self.index == budget.layers - 1:
             last = out[0] if isinstance(out, tuple) else out
             if isinstance(last, torch.Tensor) and last.requires_grad:
                 last.register_hook(budget.backward_started)
         return out
 
-    def _measuring(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    def _checkpointed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        keywords, origin, run = self.keywords | kwargs, take_origin(args), function
+        if self.budget is not None and self.budget.wants_measure(self.index):
+            run = self._measuring(function, args, waits=origin is None)
+        if origin is not None:
+            return _checkpoint_with(FromOrigin(origin, self.store), run, args, keywords)
+        if self.every == 1 or self.index + 1 == self.store.layers:
+            return _checkpoint_with(self.store, run, args, keywords)
+        random = bool(keywords.get("preserve_rng_state", True))
+        origin = Origin(functools.partial(function, **_without_ours(kwargs)), args, self.store, random)
+        out = _checkpoint_with(origin, run, args, keywords)
+        origin.note(out)
+        return out
+
+    def _measuring(self, function: Callable[..., Any], args: tuple[Any, ...], waits: bool) -> Callable[..., Any]:
         """``function`` that tells the budget what it leaves on the device when it runs the second time."""
         budget, index = self.budget, self.index
         assert budget is not None
@@ -131,6 +155,12 @@ class LayerCheckpoint:
             try:
                 return function(*args, **kwargs)
             finally:  # a recompute ends early, by an exception
-                budget.measured(index, tokens, max(budget.memory.allocated(device) - before, 0), input_bytes)
+                left = max(budget.memory.allocated(device) - before, 0)
+                budget.measured(index, tokens, left + input_bytes, input_bytes if waits else 0)
 
         return measured
+
+
+def _without_ours(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that are for the layer and not for the checkpoint."""
+    return {name: value for name, value in kwargs.items() if name not in _KEYWORDS}

@@ -80,7 +80,7 @@ def measured(room: int, layers: int = 4, tokens: int = 8) -> MemoryBudget:
     assert budget.plan is None and budget.wants_measure(0)
     budget.backward_ended()
     for index in reversed(range(layers)):
-        budget.measured(index, tokens, 18, 2)
+        budget.measured(index, tokens, 20, 2)
     return budget
 
 
@@ -94,7 +94,7 @@ def test_layers_are_kept_from_the_second_step_on_and_fewer_of_longer_ones() -> N
     assert budget.plan is None and not budget.keeps(3) and budget.wants_measure(3)
     budget.backward_ended()
     for index in range(4):
-        budget.measured(index, 9, 21, 2)
+        budget.measured(index, 9, 23, 2)
     budget.begin(torch.device("cuda"), 9)
     assert budget.plan is not None and budget.layers - budget.plan.first_kept == 1
 
@@ -107,7 +107,7 @@ def test_steps_without_checkpoints_do_not_count_as_forwards_that_share_a_backwar
     budget.begin(torch.device("cuda"), 8)
     budget.backward_ended()
     for index in range(4):
-        budget.measured(index, 8, 18, 2)
+        budget.measured(index, 8, 20, 2)
     budget.begin(torch.device("cuda"), 8)
     assert budget.plan is not None and budget.plan.first_kept == 0
 

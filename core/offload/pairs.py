@@ -1,0 +1,164 @@
+"""Nested checkpoints of two layers: the input of the second is not kept, but computed again from the first's.
+
+Backward asks for the second layer's input, which runs the first layer once more and saves nothing of it; the first
+layer's own recompute follows as usual. So of each pair the first layer runs three times and the second twice, and half
+as many inputs wait. This is a way to pack one saved tensor, not a region around two layers: hidden states in between
+are real, and whoever hooks, reads or replaces them needs to know nothing. A tensor that is not the first layer's very
+output is kept as usual.
+
+Source: recursive checkpointing, Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4.3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from unsloth_plugins.core.offload.host import HostStore
+from unsloth_plugins.core.offload.transfers import version_of
+
+_ORIGIN = "_unsloth_origin"
+
+
+class Surroundings:
+    """Random states and autocast of a run, for the same function to be run again.
+
+    Args:
+        args: of the function; tell the devices whose random states count.
+        random: whether to keep random states at all.
+    """
+
+    def __init__(self, args: tuple[Any, ...], random: bool) -> None:
+        self._random = random
+        tensor = next((each for each in args if isinstance(each, torch.Tensor)), None)
+        self._type = "cpu" if tensor is None else tensor.device.type
+        self._casts = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in {"cpu", self._type}
+            if torch.amp.is_autocast_available(kind)
+        ]
+        if random:
+            self._cpu_state = torch.get_rng_state()
+            self._devices, self._states = get_device_states(*args)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the states are those of the first run; afterwards what they were before."""
+        with contextlib.ExitStack() as stack:
+            if self._random:
+                kind = self._type if self._devices else "cuda"
+                stack.enter_context(torch.random.fork_rng(self._devices, device_type=kind))
+                torch.set_rng_state(self._cpu_state)
+                set_device_states(self._devices, self._states, device_type=kind)
+            for kind, enabled, dtype, cached in self._casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            yield
+
+
+class _Input:
+    """A saved argument of the first layer, wanted twice in backward and fetched once."""
+
+    __slots__ = ("_here", "_packed", "_store", "requires_grad")
+
+    def __init__(self, store: HostStore, tensor: torch.Tensor) -> None:
+        self._store, self._packed, self.requires_grad = store, store.pack(tensor), tensor.requires_grad
+        self._here: torch.Tensor | None = None
+
+    def first(self) -> torch.Tensor:
+        """For the run that computes the output again; stays on the device until ``second``."""
+        self._here = self._store.unpack(self._packed)
+        return self._here.detach().requires_grad_(self.requires_grad)
+
+    def second(self) -> torch.Tensor:
+        """For the layer's own recompute."""
+        here, self._here = self._here, None
+        return self._store.unpack(self._packed) if here is None else here
+
+
+class Origin:
+    """A layer's output as the run that gives it.
+
+    Args:
+        function: the layer.
+        args: its arguments; the tensors among them are to pass through ``pack``, in order, and nothing else.
+        store: where they wait.
+        random: whether the run's random states are to be kept.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], store: HostStore, random: bool) -> None:
+        self._function, self._store = function, store
+        self._args = tuple(None if isinstance(each, torch.Tensor) else each for each in args)
+        self._places = [place for place, each in enumerate(args) if isinstance(each, torch.Tensor)]
+        self._inputs: list[_Input] = []
+        self._surroundings = Surroundings(args, random)
+        self._key: tuple[Any, ...] = ()
+
+    def pack(self, tensor: torch.Tensor) -> _Input:
+        """The hook for the layer's arguments."""
+        self._inputs.append(_Input(self._store, tensor))
+        return self._inputs[-1]
+
+    @staticmethod
+    def unpack(packed: _Input) -> torch.Tensor:
+        """The inverse of ``pack``."""
+        return packed.second()
+
+    def note(self, out: Any) -> None:
+        """Leave word of this origin on the layer's output."""
+        hidden = _hidden(out)
+        if hidden is not None and hidden.requires_grad:
+            assert len(self._inputs) == len(self._places), "the checkpoint saved something beside its arguments"
+            self._key = _key(hidden)
+            vars(hidden)[_ORIGIN] = self
+
+    def gave(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the output, unchanged."""
+        return self._key == _key(tensor)
+
+    def compute(self) -> torch.Tensor:
+        """The output, from another run that saves nothing."""
+        args = list(self._args)
+        for place, each in zip(self._places, self._inputs, strict=True):
+            args[place] = each.first()
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _nobody_asks)
+        with self._surroundings.again(), torch.enable_grad(), hooks:  # with gradients: the same code as the first time
+            hidden = _hidden(self._function(*args))
+        assert hidden is not None
+        return hidden.detach()
+
+
+class FromOrigin:
+    """Hooks for the arguments of a second layer: what the first gave is not kept."""
+
+    def __init__(self, origin: Origin, store: HostStore) -> None:
+        self._origin, self._store = origin, store
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The origin, or what the store makes of a tensor that is not its output."""
+        return self._origin if self._origin.gave(tensor) else self._store.pack(tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The inverse of ``pack``."""
+        return packed.compute() if isinstance(packed, Origin) else self._store.unpack(packed)
+
+
+def take_origin(args: tuple[Any, ...]) -> Origin | None:
+    """The origin of a layer's first argument, if the layer before left word of it; only the first who asks gets it."""
+    return vars(args[0]).pop(_ORIGIN, None) if args and isinstance(args[0], torch.Tensor) else None
+
+
+def _hidden(out: Any) -> torch.Tensor | None:
+    hidden = out[0] if isinstance(out, tuple) and out else out
+    return hidden if isinstance(hidden, torch.Tensor) else None
+
+
+def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version_of(tensor)
+
+
+def _nobody_asks(packed: None) -> torch.Tensor:
+    raise AssertionError("a run without a backward was asked for its saved tensors")
