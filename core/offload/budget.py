@@ -3,6 +3,9 @@
 The first step of a length checkpoints every layer, unless a longer one was seen. Its recomputes show what each layer
 would keep, and its peak what a step needs besides. What layers keep is scaled to shorter lengths; what a step needs is
 not, and nothing is guessed for longer ones: there may be more than what grows with the number of tokens.
+
+The device's peak counter is the user's and is never reset here. A step that moves it shows what it needs. One that
+stays below an older peak, of loading the model or of a longer step, needs at most what reaches up to that one.
 """
 
 from __future__ import annotations
@@ -49,7 +52,10 @@ class MemoryBudget:
         self._device = torch.device("cpu")
         self._tokens = self._longest = 0
         self._seen: dict[int, _Layer] = {}
-        self._before = self._extra = self._need = 0  # bytes
+        self._before = self._extra = self._peak = 0  # bytes, when the first forward of a step began
+        self._need = 0  # bytes, of the steps that moved the peak
+        self._at_most: int | None = None  # bytes, of steps of the longest length, while none has moved the peak
+        self._learning = False  # the last step still ran under such a bound: a better plan need not wait
         self._forwards, self._together = 0, 1  # since the last backward, and the most of them so far
 
     def begin(self, device: torch.device, tokens: int) -> None:
@@ -60,7 +66,7 @@ class MemoryBudget:
             return
         now = self.memory.allocated(device)
         if self._forwards == 0:
-            self._before, self._extra = now, 0
+            self._before, self._extra, self._peak = now, 0, self.memory.peak(device)
         self._forwards += 1
         self._tokens = tokens
         self.plan = self._choose(now)
@@ -93,8 +99,16 @@ class MemoryBudget:
     def backward_ended(self) -> None:
         """Note the peak now: whoever measures may start a new one between two steps."""
         self._together, self._forwards = max(self._together, self._forwards), 0
-        self._need = max(self._need, self.memory.peak(self._device) - self._before - self._extra)
-        self._longest = max(self._longest, self._tokens)
+        peak = self.memory.peak(self._device)
+        need, moved = peak - self._before - self._extra, peak != self._peak  # lower: somebody has reset it
+        self._learning = self._at_most is not None
+        if moved:
+            self._need = max(self._need, need)
+        if self._tokens > self._longest:
+            self._at_most = None if moved else need
+            self._longest = self._tokens
+        elif self._tokens == self._longest and self._at_most is not None:
+            self._at_most = None if moved else min(self._at_most, need)
 
     @property
     def tokens(self) -> int:
@@ -114,13 +128,14 @@ class MemoryBudget:
     def _choose(self, now: int) -> Plan | None:
         if self._tokens > self._longest or len(self._seen) < self.layers:
             return None
-        free = self.memory.allowed(self._device) * (1 - _MARGIN) - now - self._need
+        free = self.memory.allowed(self._device) * (1 - _MARGIN) - now - max(self._need, self._at_most or 0)
         left = max(self._together - self._forwards + 1, 1)  # forwards that share what is free
         layers = [self._seen[index] for index in sorted(self._seen)]
         kept = [_scaled(each.kept_bytes, self._tokens, each.tokens) for each in layers]
         inputs = [_scaled(each.input_bytes, self._tokens, each.tokens) for each in layers]
         holding = [self.holding_bytes * self._tokens] * len(layers) if self.holding_bytes else []
-        plan = choose(int(free / left), kept, inputs, self.plan, holding)
+        before = None if self._learning else self.plan
+        plan = choose(int(free / left), kept, inputs, before, holding)
         if self.plan is None or plan.first_kept != self.plan.first_kept:
             logger.debug("%d of %d layers not checkpointed", self.layers - plan.first_kept, self.layers)
         return plan

@@ -55,10 +55,10 @@ def test_experts_hold_what_is_left_from_the_last_layer_on(free: int, first_kept:
 
 
 class FakeMemory:
-    """A device with ``room`` bytes beside what a step needs."""
+    """A device with ``room`` bytes beside what a step needs, 500, and whose every step moves the peak."""
 
     def __init__(self, room: int) -> None:
-        self.room, self.now = room, 1000
+        self.room, self.now, self.asked = room, 1000, 0
 
     def is_known(self, device: torch.device) -> bool:
         return True
@@ -70,7 +70,8 @@ class FakeMemory:
         return self.now
 
     def peak(self, device: torch.device) -> int:
-        return 1500
+        self.asked += 1
+        return 1498 + self.asked
 
 
 def measured(room: int, layers: int = 4, tokens: int = 8) -> MemoryBudget:
@@ -125,6 +126,45 @@ def test_forwards_that_share_one_backward_share_the_memory() -> None:
     budget.memory.now = 1000
     budget.begin(torch.device("cuda"), 8)
     assert budget.plan is not None and budget.plan.kept_bytes <= 40
+
+
+class OldPeak(FakeMemory):
+    """A device whose peak counter starts high; ``step`` moves it where a step of that many bytes would."""
+
+    def __init__(self, room: int, high: int) -> None:
+        super().__init__(room)
+        self.high = high
+
+    def peak(self, device: torch.device) -> int:
+        return self.high
+
+    def step(self, budget: MemoryBudget, tokens: int, need: int = 500) -> int:
+        """One step; how many layers were kept."""
+        budget.begin(torch.device("cuda"), tokens)
+        plan = budget.plan
+        self.high = max(self.high, self.now + need + (0 if plan is None else plan.kept_bytes + plan.input_bytes))
+        for index in range(4):
+            if budget.wants_measure(index):
+                budget.measured(index, tokens, 20, 2)
+        budget.backward_ended()
+        return 0 if plan is None else budget.layers - plan.first_kept
+
+
+def test_the_peak_of_loading_is_not_taken_for_what_a_step_needs() -> None:
+    memory = OldPeak(room=85, high=1560)  # 60 more than the first step reaches
+    budget = MemoryBudget(memory)
+    budget.layers = 4
+    kept = [memory.step(budget, 8) for _ in range(5)]
+    assert kept == [0, 1, 2, 3, 4] and budget._need == 500 and budget._at_most is None
+    assert memory.high == 1580
+
+
+def test_shorter_steps_under_the_peak_of_a_longer_one_need_no_more_for_it() -> None:
+    memory = OldPeak(room=45, high=0)
+    budget = MemoryBudget(memory)
+    budget.layers = 4
+    kept = [memory.step(budget, tokens, need) for tokens, need in ((8, 500), (8, 500), (2, 100), (2, 100), (8, 500))]
+    assert kept == [0, 2, 4, 4, 2] and budget._need == 500
 
 
 class Counted:
