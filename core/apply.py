@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unsloth_plugins.core.config import UnslothConfig
+from unsloth_plugins.core.device import DeviceMemory
 from unsloth_plugins.core.errors import ModelError, UnsupportedError
 from unsloth_plugins.core.experts.op import resolve_implementation
 from unsloth_plugins.core.layers.op import resolve_implementation as resolve_layers
@@ -26,12 +27,26 @@ from unsloth_plugins.core.models.adapters import (
 from unsloth_plugins.core.models.attention import ConfigSwap, attention_backend, patch_attention, why_not
 from unsloth_plugins.core.models.binding import ModelParts, is_layer
 from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
-from unsloth_plugins.core.models.experts import PackedExperts, holding_bytes, patch_expert_wrappers, patch_experts
+from unsloth_plugins.core.models.experts import (
+    PROJECTIONS,
+    PackedExperts,
+    holding_bytes,
+    patch_expert_wrappers,
+    patch_experts,
+)
 from unsloth_plugins.core.models.layers import mlp_holding_bytes, patch_layers
 from unsloth_plugins.core.models.lora import keep_unpacked, patch_lora
+from unsloth_plugins.core.models.streaming import (
+    check_streamed,
+    choose_weights,
+    packed_layers,
+    stream_experts,
+    unstream_experts,
+)
 from unsloth_plugins.core.offload.budget import MemoryBudget
 from unsloth_plugins.core.offload.checkpoint import LayerCheckpoint
 from unsloth_plugins.core.offload.host import HostStore
+from unsloth_plugins.core.offload.weights import WeightStream
 from unsloth_plugins.core.patches import PatchSet
 from unsloth_plugins.core.ranks import is_first
 
@@ -67,6 +82,7 @@ class Applied:
         parts: what was recognised.
         rows: the report as data.
         store: where checkpointed activations wait; has the host byte counts.
+        stream: where streamed experts wait; ``None`` while all weights are resident.
         budget: under ``memory_policy="auto"``, what chooses the layers that are not checkpointed.
         tokens_seen: tokens (padding included) that went through the decoder in training mode.
     """
@@ -76,16 +92,19 @@ class Applied:
         self.rows: list[Row] = []
         self.store = HostStore.for_policy(config.memory_policy, config.offload_min_bytes, config.host_memory_gib)
         self.budget = MemoryBudget() if config.memory_policy == "auto" else None
+        self.stream: WeightStream | None = None
         self.tokens_seen = 0
         self._patches = PatchSet()
         self._checkpoint_patches = PatchSet()
         self._configs: ConfigSwap | None = None
         self._adapters: tuple[str, ...] = ()
+        self._why_weights = ""
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     def report(self) -> str:
         """A table of what was changed, what was left alone, and why."""
         self.sync_checkpointing()
+        self._note_stream()
         if self.tokens_seen and chunked_losses(self.parts.causal_lm) == 0:
             self._note("loss", "left alone", "the trainer or the model computes its own, past the chunked one")
         name = type(self.parts.causal_lm).__name__
@@ -101,6 +120,8 @@ class Applied:
         if self._configs is not None:
             self._configs.carry_back()
         unpatch_loss(self.parts.causal_lm)
+        for experts in packed_layers(self.parts):
+            unstream_experts(experts)
         self._checkpoint_patches.undo()
         self._patches.undo()
         if self._hook is not None:
@@ -255,6 +276,31 @@ class Applied:
         routing = "routing in float32" if routed else "the model's own routing"
         self._note("experts", "on", f"{kind}, {resolved} ({why}), {routing}, {len(layers)} layers")
 
+    def _apply_weights(self) -> None:
+        packed = packed_layers(self.parts)
+        if not packed:
+            return
+        streamed, self._why_weights = choose_weights(self.parts, self.config.weights, DeviceMemory())
+        if not streamed:
+            self._note("weights", "left alone", f"packed experts stay with the model ({self._why_weights})")
+            return
+        self.stream = WeightStream()
+        for index, experts in enumerate(packed):
+            stream_experts(experts, self.stream, index, self._patches)
+        self._note_stream()
+
+    def _note_stream(self) -> None:
+        if self.stream is None:
+            return
+        packed = packed_layers(self.parts)
+        size = sum(p.numel() for experts in packed for name in PROJECTIONS for p in experts.bytes_of(name))
+        detail = f"packed experts of {len(packed)} layers, {size / 2**30:.2f} GiB, on the host ({self._why_weights})"
+        if sent := self.stream.sent_bytes:
+            copies_ms, exposed_ms = self.stream.copy_ms()
+            waited = f" in {copies_ms:.0f} ms, of which {exposed_ms:.0f} ms waited for" if copies_ms else ""
+            detail += f"; {sent / 2**30:.2f} GiB copied to the device so far{waited}"
+        self._note("weights", "on", detail)
+
     def _apply_layers(self) -> None:
         choice = self.config.layers
         if choice is None:
@@ -351,6 +397,8 @@ class Applied:
         try:
             check_targets(self.parts)
             missing_adapters(self.parts)
+            if self.config.weights == "streamed":
+                check_streamed(self.parts)
             self._apply_attention()
             self._apply_experts()
             self._apply_layers()
@@ -358,6 +406,7 @@ class Applied:
             self._apply_loss()
             self._apply_checkpointing()
             self.add_adapters()
+            self._apply_weights()  # what trains is known now
         except BaseException:
             self.undo()
             raise

@@ -12,6 +12,7 @@ from unsloth_plugins.core.errors import ConfigError
 _CHOICES: dict[str, tuple[object, ...]] = {
     "attention": ("auto", "triton", "fa4", "flex", "eager", None),
     "experts": ("auto", "reference", "grouped_mm", None),
+    "weights": ("auto", "resident", "streamed"),
     "layers": ("auto", "triton", "reference", None),
     "lora": ("auto", "fused", None),
     "loss": ("auto", "chunked", None),
@@ -34,6 +35,13 @@ class UnslothConfig:
     experts: Literal["auto", "reference", "grouped_mm"] | None = "auto"
     """Mixture-of-experts layers: ``grouped_mm`` is one grouped GEMM for all experts, ``reference`` a loop over them;
     ``auto`` takes ``grouped_mm`` for bf16 experts on CUDA and ``reference`` elsewhere."""
+
+    weights: Literal["auto", "resident", "streamed"] = "auto"
+    """Where packed MXFP4 experts are: ``resident`` on the model's device, ``streamed`` in host memory, page-locked on
+    CUDA, from where each layer's come to the device for the moment in which they are decoded, the next layer's while
+    this one computes. ``auto`` streams on CUDA where less is free beside the model than two layers' experts in 16 bits
+    and 12 bytes a trained number of the adapters. Streamed ones stay on the host when the model is moved to a device.
+    ``streamed`` is for one process, and raises without packed experts."""
 
     layers: Literal["auto", "triton", "reference"] | None = "auto"
     """RMSNorm, rotary embedding and the gate of dense MLPs, wherever a module runs code that is known: by our kernels

@@ -17,7 +17,7 @@ from unsloth_plugins.core.mxfp4.weight import PackedWeight
 def _chosen(x_MI: torch.Tensor, weight: Weight, lora: Sequence[ExpertLora], expert_M: torch.Tensor) -> torch.Tensor:
     """Row m times the matrix of expert m, and its LoRA terms, [M, O]."""
     if isinstance(weight, PackedWeight):
-        some = PackedWeight(weight.blocks_EORB[expert_M], weight.scales_EOR[expert_M]).dense(x_MI.dtype)
+        some = weight.chosen(expert_M).dense(x_MI.dtype)
     else:
         some = weight[expert_M]
     y_MO = torch.bmm(x_MI[:, None], some)[:, 0]
@@ -41,7 +41,7 @@ def experts_few(
     down_lora: Sequence[ExpertLora] = (),
 ) -> torch.Tensor:
     """See ``op.experts``. Without gradients, LoRA without dropout, and with fewer choices than experts, this is cheaper
-    than decoding them all; nothing waits for the device."""
+    than decoding them all; nothing waits for the device, but for experts on the host."""
     expert_M = index_NK.reshape(-1)
     wide = torch.promote_types(x_NH.dtype, torch.float32)
     rows_MH = x_NH.repeat_interleave(index_NK.shape[1], dim=0)

@@ -25,11 +25,13 @@ from unsloth_plugins.core.models.adapters import expert_adapters, linear_names_f
 from unsloth_plugins.core.models.binding import LayerParts, ModelParts
 from unsloth_plugins.core.models.layers import activation_name, code_identity
 from unsloth_plugins.core.mxfp4.codec import BLOCK, BYTES
-from unsloth_plugins.core.mxfp4.weight import LogicalParameter, PackedWeight
+from unsloth_plugins.core.mxfp4.weight import HostWeight, LogicalParameter, PackedWeight
 from unsloth_plugins.core.offload.tail import holds
+from unsloth_plugins.core.offload.weights import StreamedPiece
 from unsloth_plugins.core.patches import PatchSet
 
 _CHOICE = "_unsloth_experts"
+STREAM = "_unsloth_stream"  # (stream, number of the layer) where the packed bytes stay on the host
 _A_LINEAR_LAYER = nn.utils.skip_init(nn.Linear, 1, 1)  # stands for any; only its class is looked at
 PROJECTIONS = ("gate_up_proj", "down_proj")
 
@@ -199,9 +201,33 @@ class PackedExperts(nn.Module):
                 self.register_parameter(name + suffix, packed)
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(n_experts, outputs)))
 
-    def packed(self, name: str) -> PackedWeight:
-        """The packed bytes of ``"gate_up_proj"`` or ``"down_proj"``."""
-        return PackedWeight(getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales"))
+    def packed(self, name: str, device: torch.device | None = None) -> PackedWeight:
+        """The packed bytes of ``"gate_up_proj"`` or ``"down_proj"``.
+
+        Args:
+            device: where they will be used; matters to streamed ones.
+        """
+        blocks, scales = self.bytes_of(name)
+        stream, index = vars(self).get(STREAM, (None, None))
+        if stream is None or device is None or not stream.serves(device):
+            return PackedWeight(blocks, scales)
+        return HostWeight(blocks, scales, StreamedPiece(stream, (index, name), (blocks, scales), device))
+
+    def bytes_of(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """Blocks and scales of one projection."""
+        return getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedExperts:
+        """``to``, ``cuda`` and the like leave streamed bytes where they are."""
+        if STREAM not in vars(self):
+            return super()._apply(fn, recurse)
+        parameters: dict[str, Any] = vars(self)["_parameters"]
+        held = {name: each for name, each in parameters.items() if name.endswith(("_blocks", "_scales"))}
+        parameters.update(dict.fromkeys(held))  # in their places: the order is that of the checkpoint
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            parameters.update(held)
 
     @property
     def gate_up_proj(self) -> torch.Tensor:
@@ -249,7 +275,7 @@ class PackedExperts(nn.Module):
         down_lora: Sequence[ExpertLora] = (),
     ) -> torch.Tensor:
         """hidden [..., H], indices and weights [N, K] -> [..., H]."""
-        weights = (self.packed("gate_up_proj"), self.packed("down_proj"))
+        weights = (self.packed("gate_up_proj", hidden.device), self.packed("down_proj", hidden.device))
         return run_experts(self, hidden, router_indices, routing_weights, weights, gate_up_lora, down_lora)
 
 

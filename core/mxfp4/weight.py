@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -40,6 +40,10 @@ class PackedWeight:
         """Where the bytes are."""
         return self.blocks_EORB.device
 
+    def chosen(self, expert_M: torch.Tensor) -> PackedWeight:
+        """The bytes of some experts, [M, ...], on ``device``."""
+        return PackedWeight(self.blocks_EORB[expert_M], self.scales_EOR[expert_M])
+
     def dense(self, dtype: torch.dtype, expert: int | None = None) -> torch.Tensor:
         """Decoded weights [E, I, O], or [I, O] of one expert: a transposed view of new memory."""
         whole = self if expert is None else PackedWeight(self.blocks_EORB[expert], self.scales_EOR[expert])
@@ -54,6 +58,51 @@ class PackedWeight:
 
             return decode_triton(self.blocks_EORB.contiguous(), self.scales_EOR.contiguous(), out_EOI)
         return out_EOI.copy_(decode(self.blocks_EORB, self.scales_EOR, out_EOI.dtype))
+
+
+class Piece(Protocol):
+    """Blocks and scales of one projection in host memory, and their way to ``device``."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are used."""
+
+    def read(self, use: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """``use(blocks, scales)`` on the device."""
+
+    def rows(self, numbers: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Blocks and scales of some experts, on the device."""
+
+
+@dataclass(frozen=True, eq=False)
+class HostWeight(PackedWeight):
+    """Bytes in host memory that are on the device only while they are decoded there.
+
+    Attributes:
+        piece: brings them.
+    """
+
+    piece: Piece
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is used."""
+        return self.piece.device
+
+    def chosen(self, expert_M: torch.Tensor) -> PackedWeight:
+        """As of ``PackedWeight``; each expert is copied once. The host waits for ``expert_M``."""
+        used_U, place_M = expert_M.unique(return_inverse=True)
+        return PackedWeight(*self.piece.rows(used_U.tolist())).chosen(place_M)
+
+    def dense(self, dtype: torch.dtype, expert: int | None = None) -> torch.Tensor:
+        """As of ``PackedWeight``; of one expert, only its bytes are copied."""
+        if expert is not None:
+            return PackedWeight(*self.piece.rows([expert])).dense(dtype, 0)
+        return self.piece.read(lambda blocks, scales: PackedWeight(blocks, scales).dense(dtype))
+
+    def decode_into(self, out_EOI: torch.Tensor) -> torch.Tensor:
+        """As of ``PackedWeight``."""
+        return self.piece.read(lambda blocks, scales: PackedWeight(blocks, scales).decode_into(out_EOI))
 
 
 class LogicalParameter(torch.Tensor):

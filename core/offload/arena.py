@@ -173,15 +173,15 @@ class Arena:
             with self._changed:
                 self.mapped_bytes -= size
             raise UnsupportedError(
-                expected=f"{size / 2**20:.0f} MiB more of host memory for offloaded activations",
+                expected=f"{size / 2**20:.0f} MiB more of host memory for what is offloaded",
                 got=f"{error}, with {self.mapped_bytes / 2**30:.2f} GiB held",
-                remedy="Use a shorter context, or keep activations on the device.",
+                remedy="Use a shorter context, or keep more on the device.",
             ) from error
         pinned = self._pin is not None and self._pin(memory)
         if self._pin is not None and not pinned:
             self._pin = None
             warnings.warn(
-                "Page-locked (pinned) host memory ran out; offloaded activations go through ordinary host memory from "
+                "Page-locked (pinned) host memory ran out; what is offloaded goes through ordinary host memory from "
                 "here on, which is slower. On WSL the limit for pinned host memory is separate from the RAM.",
                 stacklevel=2,
             )
