@@ -227,15 +227,14 @@ def _axolotl(options: dict[str, Any], clock: Clock) -> tuple[Any, float]:
             "lr_scheduler": "constant",
             "optimizer": "adamw_8bit" if options["optimizer"] == "adamw_8bit" else "adamw_torch",
             "max_grad_norm": 0.0,
-            "bf16": True,
+            "bf16": torch.cuda.is_available(),  # Axolotl refuses it elsewhere
             "attn_implementation": "eager",
             "gradient_checkpointing": True,
             "logging_steps": 1,
             "save_strategy": "no",
-            "use_cpu": None if torch.cuda.is_available() else True,
             **({"unsloth": policy} if policy else {}),
         }
-        (folder / "config.yml").write_text(yaml.safe_dump({k: v for k, v in settings.items() if v is not None}))
+        (folder / "config.yml").write_text(yaml.safe_dump(settings))
         cfg = load_cfg(str(folder / "config.yml"))
         model, _, trainer = train(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
     return model, [log["loss"] for log in trainer.state.log_history if "loss" in log][-1]
