@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,32 +23,33 @@ class Normed:
         x: float [..., N], the norm's input, with its graph.
         weight_N: float [N].
         rule: gives the normalised rows, of all or of some.
-        versions: of input and output at that time.
     """
 
     x: torch.Tensor
     weight_N: torch.Tensor
-    rule: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    versions: tuple[int, int]
+    rule: Rule
 
 
+# Output -> input, weight, rule and the versions of input and output. Neither tensor lives longer for it.
 _NOTES = WeakTensorKeyDictionary()
 
 
-def note_normed(
-    y: torch.Tensor, x: torch.Tensor, weight_N: torch.Tensor, rule: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-) -> None:
-    """Remember that ``y`` is ``rule(x, weight_N)``, while somebody holds ``y`` and where backward could follow."""
+def note_normed(y: torch.Tensor, x: torch.Tensor, weight_N: torch.Tensor, rule: Rule) -> None:
+    """Remember that ``y`` is ``rule(x, weight_N)``, where backward could follow."""
     if torch.is_grad_enabled() and not (x.is_inference() or y.is_inference()):
-        _NOTES[y] = Normed(x, weight_N, rule, (x._version, y._version))
+        _NOTES[y] = (TensorWeakRef(x), weight_N, rule, (x._version, y._version))
 
 
 def normed_of(y: torch.Tensor) -> Normed | None:
     """How ``y`` came out of a norm; ``None`` when it did not, or when it or the norm's input was changed since."""
-    found: Normed | None = _NOTES.get(y)
-    if found is None or found.versions != (found.x._version, y._version):
+    note = _NOTES.get(y)
+    if note is None:
         return None
-    return found
+    source, weight_N, rule, versions = note
+    x = source()
+    if x is None or versions != (x._version, y._version):
+        return None
+    return Normed(x, weight_N, rule)
 
 
 def may_pass_by(y: torch.Tensor, normed: Normed) -> bool:

@@ -101,32 +101,44 @@ class _TritonSinkAttention(torch.autograd.Function):
         q_BTHD, k_BSKD, v_BSKD, sink_H, first_BS, last_BS, seen_BS, o_BTHD, lse_BHT = ctx.saved_tensors
         window, scale, softcap, head_groups = ctx.options
         need_q, need_k, need_v, need_sink = ctx.needs_input_grad[:4]
-        batch, queries, heads = q_BTHD.shape[:3]
+        queries, heads = q_BTHD.shape[1:3]
         kv_heads = k_BSKD.shape[2]
         device = q_BTHD.device
+
+        sink = sink_H.float().contiguous() if need_sink else None
+        dsink_H = lse_BHT.new_empty(heads) if need_sink else None
+        step, ratio = -(-kv_heads // head_groups), heads // kv_heads
+        groups = [slice(begin, min(begin + step, kv_heads)) for begin in range(0, kv_heads, step)]
+
+        def of_queries(kv):
+            return slice(kv.start * ratio, kv.stop * ratio)
+
+        def gradient_of_o(kv):
+            if do_BTHD is None:
+                return torch.zeros_like(q_BTHD[:, :, of_queries(kv)])
+            return _rows(do_BTHD[:, :, of_queries(kv)].to(q_BTHD.dtype))
+
+        deltas = []
+        for kv in groups:
+            of_q, do = of_queries(kv), gradient_of_o(kv)
+            lse, dlse = lse_BHT[:, of_q], None if dlse_BHT is None else dlse_BHT[:, of_q]
+            deltas.append(lse.new_empty(lse.shape))
+            dsink_BHR = lse.new_empty((*lse.shape[:2], triton.cdiv(queries, ROWS))) if need_sink else None
+            of_sink = None if sink is None else sink[of_q]
+            run(row_sums_launch(o_BTHD[:, :, of_q], do, lse, dlse, of_sink, deltas[-1], dsink_BHR), device)
+            if dsink_H is not None:
+                dsink_H[of_q] = dsink_BHR.sum(dim=(0, 2))
+        del o_BTHD  # in a checkpoint's recompute nobody else holds it: its memory goes to dq
 
         dq_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format) if need_q else None
         dk_BSKD, dv_BSKD = (
             torch.empty_like(x, memory_format=torch.contiguous_format) if need_k or need_v else None
             for x in (k_BSKD, v_BSKD)
         )
-        sink = sink_H.float().contiguous() if need_sink else None
-        dsink_H = lse_BHT.new_empty(heads) if need_sink else None
         shared = {"window": window, "scale": scale, "softcap": softcap, "narrow": is_narrow(window)}
-
-        step = -(-kv_heads // head_groups)
-        for begin in range(0, kv_heads, step):
-            kv = slice(begin, min(begin + step, kv_heads))
-            of_q = slice(kv.start * (heads // kv_heads), kv.stop * (heads // kv_heads))
-            q, k, v, o = q_BTHD[:, :, of_q], k_BSKD[:, :, kv], v_BSKD[:, :, kv], o_BTHD[:, :, of_q]
-            do = torch.zeros_like(o) if do_BTHD is None else _rows(do_BTHD[:, :, of_q].to(o.dtype))
-            dlse = None if dlse_BHT is None else dlse_BHT[:, of_q]
-            lse = lse_BHT[:, of_q]
-            delta = lse.new_empty(lse.shape)
-            dsink_BHR = lse.new_empty((*lse.shape[:2], triton.cdiv(queries, ROWS))) if need_sink else None
-            run(row_sums_launch(o, do, lse, dlse, None if sink is None else sink[of_q], delta, dsink_BHR), device)
-            if dsink_H is not None:
-                dsink_H[of_q] = dsink_BHR.sum(dim=(0, 2))
+        for kv, delta in zip(groups, deltas, strict=True):
+            of_q, do = of_queries(kv), gradient_of_o(kv)
+            q, k, v, lse = q_BTHD[:, :, of_q], k_BSKD[:, :, kv], v_BSKD[:, :, kv], lse_BHT[:, of_q]
             if dq_BTHD is not None:
                 dq, tile = dq_BTHD[:, :, of_q], pick("dq", q_BTHD, window)
                 run(dq_launch(q, k, v, do, lse, delta, first_BS, seen_BS, dq, tile=tile, **shared), device)
@@ -153,8 +165,8 @@ def sink_attention_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention with sinks by the Triton kernels; arguments as `op.sink_attention` has validated them.
 
-    Saves q, k, v, o and lse. Memory beyond the results: one float32 per query and head in the backward pass, and a
-    copy of whichever of q, k, v and the gradient of o is not contiguous in D. Deterministic.
+    Saves q, k, v, o and lse. Memory beyond the results: one float32 per query and head in the backward pass, which
+    lets o go before it makes dq, and a copy of whichever of q, k, v and the gradient of o is not contiguous in D. Deterministic.
 
     Args:
         q_BTHD: [B, T, H, D] float16, bfloat16 or float32 queries, D <= 256, T <= S; query t sits at S - T + t.

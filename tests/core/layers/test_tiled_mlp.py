@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import bitsandbytes
@@ -149,9 +148,16 @@ def test_a_changed_input_is_not_made_again() -> None:
     assert normed.normed_of(y) is not None
     hidden += 1
     assert normed.normed_of(y) is None
-    gone = weakref.ref(hidden)
-    del hidden, y
-    assert gone() is None  # a note keeps nothing alive
+
+
+def test_a_note_keeps_nothing_alive() -> None:
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.ones(4)
+    hidden = x * 1
+    y = (hidden * weight).detach()
+    normed.note_normed(y, hidden, weight, torch.mul)
+    assert normed.normed_of(y) is not None
+    del hidden
+    assert normed.normed_of(y) is None
 
 
 def test_projections_that_do_not_fit() -> None:
