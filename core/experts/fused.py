@@ -290,6 +290,7 @@ class _Experts(torch.autograd.Function):
         with on(x.device):
             spread = _spread(adapters, ctx.present)
             out = _backward(ctx.layer, grads[0].contiguous(), x, weight, index, spread, ctx.saved_tensors)
+        ctx.kept.over()
         return (
             None,
             None,

@@ -129,6 +129,7 @@ class _TiledMlp(torch.autograd.Function):
         want = _spread(needed, ctx.present, False)[1:]
         x_NI = source.reshape(-1, source.shape[-1])
         dx_NI, grads = _backward(ctx.mlp, dout_NI, x_NI, norm_N, tensors, (want_x, want), ctx.saved_tensors)
+        ctx.kept.over()
         of_given = (grad for grad, there in zip([None, *grads], ctx.present, strict=True) if there)
         return None, None, None, None, None, None if dx_NI is None else dx_NI.view_as(source), *of_given
 

@@ -19,7 +19,7 @@ from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.offload.budget import MemoryBudget
 from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.offload.pairs import FromOrigin, Origin, take_origin
-from unsloth_plugins.core.offload.tail import holding
+from unsloth_plugins.core.offload.tail import holding, telling
 
 _KEYWORDS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
@@ -110,7 +110,8 @@ class LayerCheckpoint:
             checkpointed = self.store.layers if plan is None else plan.first_kept
             self.store.reserve(args[0], -(-checkpointed // self.every))
         if budget is None:
-            return self._checkpointed(function, args, kwargs)
+            with telling(self.store.tail_is_over):
+                return self._checkpointed(function, args, kwargs)
         if budget.keeps(self.index):
             with holding(budget.holds(self.index)):
                 out = function(*args, **_without_ours(kwargs))

@@ -114,6 +114,11 @@ class HostStore:
                 self._transfers[device] = Transfers(engine, arena, self.hold)
             return self._transfers[device]
 
+    def tail_is_over(self) -> None:
+        """See ``Transfers.tail_is_over``."""
+        for transfers in self._transfers.values():
+            transfers.tail_is_over()
+
     def reserve(self, tensor: torch.Tensor, count: int) -> None:
         """Let host memory for ``count`` tensors like ``tensor`` be made in the background, if they are to move.
 

@@ -11,13 +11,14 @@ Source: ``torch.utils.checkpoint`` with ``early_stop`` (non-reentrant checkpoint
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 _HOLDS: ContextVar[bool | None] = ContextVar("holds", default=None)
+_TELLS: ContextVar[Callable[[], None]] = ContextVar("tells", default=lambda: None)
 
 
 @contextlib.contextmanager
@@ -36,13 +37,28 @@ def holds(*, otherwise: bool = False) -> bool:
     return otherwise if found is None else found
 
 
-class Kept:
-    """The tensors given to ``keep``, to be read in the tail's backward; reading may start the recompute."""
+@contextlib.contextmanager
+def telling(function: Callable[[], None]) -> Iterator[None]:
+    """Tails that run inside call ``function`` when their backward is over."""
+    before = _TELLS.set(function)
+    try:
+        yield
+    finally:
+        _TELLS.reset(before)
 
-    __slots__ = ("_node",)
+
+class Kept:
+    """The tensors given to ``keep``, to be read in the tail's backward; reading may start the recompute.
+
+    Attributes:
+        over: to be called at the end of the tail's backward.
+    """
+
+    __slots__ = ("_node", "over")
 
     def __init__(self) -> None:
         self._node: Any = None
+        self.over = _TELLS.get()
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What was kept, in order."""

@@ -2,7 +2,8 @@
 
 Sent: the device's memory is held until its copy is over; at most about two of the largest pieces at once, beyond which
 the device (not the host) waits. The newest pieces thus never left when backward asks for them first.
-Back: backward wants the pieces in the reverse order of sending, so each fetch starts the copy of the one sent before.
+Back: backward wants the pieces in the reverse order of sending, so each fetch starts the copy of the one sent before,
+or where memory is dearest the end of the tail's backward that follows it.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ class Transfers:
         self._recent: deque[tuple[weakref.ref[Parked], torch.Tensor]] = deque(maxlen=2)  # shared pieces fetched last
         self._stray: list[tuple[torch.Tensor, Any]] = []  # on their way to somebody who is gone
         self._dead: deque[tuple[int, Slab, _Flight, tuple[torch.Tensor, Any] | None]] = deque()
+        self._waits = False
+        self._put_off: int | None = None  # the piece whose predecessor is not on its way yet
         self._lock = threading.RLock()
 
     @property
@@ -157,8 +160,23 @@ class Transfers:
                 here = [piece for owner, piece in self._recent if owner() is parked]
                 piece_N = here[0] if here else self._land(parked)
             self._forget(parked._serial)
-            self._look_ahead(parked._serial)
+            if self._waits and self._put_off is None:
+                self._put_off = parked._serial
+            else:
+                self._waits, self._put_off = False, None
+                self._look_ahead(parked._serial)
             return piece_N
+
+    def tail_is_over(self) -> None:
+        """Under ``hold=1``: the backward of a layer's tail, where its memory peaks, is over. Copies may come again.
+
+        Who tells so once is waited for from then on, and no longer when a piece is asked for before the next time.
+        """
+        with self._lock:
+            self._waits = self.hold == 1
+            if self._put_off is not None:
+                serial, self._put_off = self._put_off, None
+                self._look_ahead(serial)
 
     def __del__(self) -> None:
         coming = [each[3] for each in self._dead if each[3] is not None]

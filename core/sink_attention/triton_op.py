@@ -166,7 +166,8 @@ def sink_attention_triton(
     """Causal attention with sinks by the Triton kernels; arguments as `op.sink_attention` has validated them.
 
     Saves q, k, v, o and lse. Memory beyond the results: one float32 per query and head in the backward pass, which
-    lets o go before it makes dq, and a copy of whichever of q, k, v and the gradient of o is not contiguous in D. Deterministic.
+    lets o go before it makes dq, and a copy of whichever of q, k, v and the gradient of o is not contiguous in D.
+    Deterministic.
 
     Args:
         q_BTHD: [B, T, H, D] float16, bfloat16 or float32 queries, D <= 256, T <= S; query t sits at S - T + t.

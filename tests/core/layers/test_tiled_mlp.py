@@ -306,3 +306,19 @@ def test_the_recompute_stops_at_the_mlp(early_stop: bool, monkeypatch: pytest.Mo
     got = torch.autograd.grad(offload_checkpoint(mlp, x, early_stop=early_stop).sum(), wanted)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert len(runs) == (1 if early_stop else 2)
+
+
+def test_the_next_layers_input_comes_when_the_mlp_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``min_memory``, where a layer's memory peaks in its MLP; with equal gradients."""
+    stock = adapted(tiny_llama(num_hidden_layers=3), MLP)
+    ours = copy.deepcopy(stock)
+    for model in (stock, ours):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    applied = unsloth_plugins.apply(ours, **OFF, memory_policy="min_memory", offload_min_bytes=1)
+    events: list[str] = []
+    for name in ("unpack", "tail_is_over"):
+        real = getattr(applied.store, name)
+        monkeypatch.setattr(applied.store, name, lambda *a, n=name, f=real: (events.append(n), f(*a))[1])
+    want, got = (loss_and_grads(model, **batch_of(2, 9)) for model in (stock, ours))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert events == ["unpack", "tail_is_over"] * 3

@@ -108,6 +108,29 @@ def test_the_piece_sent_before_is_already_on_its_way() -> None:
     assert copies.waits == waits and copies.last["in"] is not started  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("hold", [1, 2])
+def test_where_memory_is_dearest_the_next_piece_comes_when_the_tail_is_over(hold: int) -> None:
+    """Only for who has told it before; who stops telling is looked ahead for as ever."""
+    store = simulated(hold=hold)
+    pieces = [store.pack(torch.full((1000,), float(n))) for n in range(8)]
+
+    def coming() -> list[bool]:
+        return [piece._parked.coming is not None for piece in pieces]
+
+    store.unpack(pieces[6])
+    assert coming().index(True) == 5
+    store.tail_is_over()
+    store.unpack(pieces[5])
+    assert any(coming()) == (hold == 2)
+    store.tail_is_over()
+    assert coming().index(True) == 4
+    store.unpack(pieces[4])
+    store.unpack(pieces[3])
+    assert coming().index(True) == 2
+    for n in (2, 1, 0):
+        assert torch.equal(store.unpack(pieces[n]), torch.full((1000,), float(n)))
+
+
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
 @pytest.mark.parametrize("eager", LATE)
 def test_several_forwards_before_their_backwards_in_any_order(order: list[int], eager: float) -> None:
