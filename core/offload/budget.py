@@ -26,11 +26,12 @@ _MARGIN = 0.06  # of the device's memory: stays free for fragmentation and what 
 
 @dataclass
 class _Layer:
-    """Measured at ``tokens``: bytes kept when it is not checkpointed, and those that wait when it is."""
+    """Measured at ``tokens``: bytes kept when it is not checkpointed; when it is, those that wait and can survive."""
 
     tokens: int
     kept_bytes: int
     input_bytes: int
+    surviving_bytes: int
 
 
 class MemoryBudget:
@@ -71,7 +72,7 @@ class MemoryBudget:
         self._tokens = tokens
         self.plan = self._choose(now)
         if self.plan is not None:
-            self._extra += self.plan.kept_bytes + self.plan.input_bytes + self.plan.holding_bytes
+            self._extra += self.plan.device_bytes
 
     def keeps(self, index: int) -> bool:
         """Whether a layer runs without a checkpoint in this forward."""
@@ -81,14 +82,20 @@ class MemoryBudget:
         """Whether a layer's experts or MLP keep in this forward what they would compute again in backward."""
         return self.plan is not None and index >= self.plan.first_holding
 
+    def lets_survive(self, index: int) -> bool:
+        """Whether a checkpointed layer keeps in this forward what its full attention gave."""
+        return self.plan is not None and index >= self.plan.first_surviving
+
     def wants_measure(self, index: int) -> bool:
         """Whether a recompute of the layer is to be measured."""
         seen = self._seen.get(index)
         return self.memory.is_known(self._device) and (seen is None or seen.tokens < self._tokens)
 
-    def measured(self, index: int, tokens: int, kept_bytes: int, input_bytes: int) -> None:
-        """What the layer holds when it is not checkpointed, its input included, and what waits of it when it is."""
-        self._seen[index] = _Layer(tokens, kept_bytes, input_bytes)
+    def measured(self, index: int, tokens: int, kept_bytes: int, input_bytes: int, surviving_bytes: int = 0) -> None:
+        """What the layer holds when it is not checkpointed, its input included; when it is, what waits, and what can
+        survive of its attention.
+        """
+        self._seen[index] = _Layer(tokens, kept_bytes, input_bytes, surviving_bytes)
 
     def backward_started(self, grad: Any = None) -> None:
         """The backward of the last layer starts."""
@@ -122,6 +129,9 @@ class MemoryBudget:
         where = "on the host" if self.plan.inputs_on_host else "on the device"
         kept = self.layers - self.plan.first_kept
         text = f"{kept} of {self.layers} layers not checkpointed at {self._tokens} tokens, other inputs {where}"
+        surviving = range(self.plan.first_surviving, self.plan.first_kept)
+        if attending := sum(self._seen[index].surviving_bytes > 0 for index in surviving):
+            text += f", full attention of {attending} more not computed again"
         held = max(self.layers - self.plan.first_holding, 0)
         return text + (f", {held} keep what their experts or MLP projected first" if held else "")
 
@@ -131,11 +141,17 @@ class MemoryBudget:
         free = self.memory.allowed(self._device) * (1 - _MARGIN) - now - max(self._need, self._at_most or 0)
         left = max(self._together - self._forwards + 1, 1)  # forwards that share what is free
         layers = [self._seen[index] for index in sorted(self._seen)]
-        kept = [_scaled(each.kept_bytes, self._tokens, each.tokens) for each in layers]
-        inputs = [_scaled(each.input_bytes, self._tokens, each.tokens) for each in layers]
+        kept, inputs, surviving = (
+            [_scaled(n_bytes, self._tokens, each.tokens) for each, n_bytes in zip(layers, of, strict=True)]
+            for of in (
+                [each.kept_bytes for each in layers],
+                [each.input_bytes for each in layers],
+                [each.surviving_bytes for each in layers],
+            )
+        )
         holding = [self.holding_bytes * self._tokens] * len(layers) if self.holding_bytes else []
         before = None if self._learning else self.plan
-        plan = choose(int(free / left), kept, inputs, before, holding)
+        plan = choose(int(free / left), kept, inputs, before, holding, surviving)
         if self.plan is None or plan.first_kept != self.plan.first_kept:
             logger.debug("%d of %d layers not checkpointed", self.layers - plan.first_kept, self.layers)
         return plan

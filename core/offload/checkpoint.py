@@ -19,6 +19,7 @@ from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.offload.budget import MemoryBudget
 from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.offload.pairs import FromOrigin, Origin, take_origin
+from unsloth_plugins.core.offload.survivors import Survivors
 from unsloth_plugins.core.offload.tail import holding, telling
 
 _KEYWORDS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -125,19 +126,27 @@ class LayerCheckpoint:
 
     def _checkpointed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         keywords, origin, run = self.keywords | kwargs, take_origin(args), function
-        if self.budget is not None and self.budget.wants_measure(self.index):
-            run = self._measuring(function, args, waits=origin is None)
+        budget = self.budget
+        measure = budget is not None and budget.wants_measure(self.index)
+        survivors = Survivors(budget is not None and budget.lets_survive(self.index) and not measure)
+        if "context_fn" not in keywords and (measure or survivors.keep):
+            keywords["context_fn"] = survivors.contexts
+        if measure:
+            run = self._measuring(function, args, survivors, waits=origin is None)
         if origin is not None:
             return _checkpoint_with(FromOrigin(origin, self.store), run, args, keywords)
         if self.every == 1 or self.index + 1 == self.store.layers:
             return _checkpoint_with(self.store, run, args, keywords)
         random = bool(keywords.get("preserve_rng_state", True))
-        origin = Origin(functools.partial(function, **_without_ours(kwargs)), args, self.store, random)
+        again = survivors.again(functools.partial(function, **_without_ours(kwargs)))
+        origin = Origin(again, args, self.store, random)
         out = _checkpoint_with(origin, run, args, keywords)
         origin.note(out)
         return out
 
-    def _measuring(self, function: Callable[..., Any], args: tuple[Any, ...], waits: bool) -> Callable[..., Any]:
+    def _measuring(
+        self, function: Callable[..., Any], args: tuple[Any, ...], survivors: Survivors, waits: bool
+    ) -> Callable[..., Any]:
         """``function`` that tells the budget what it leaves on the device when it runs the second time."""
         budget, index = self.budget, self.index
         assert budget is not None
@@ -157,7 +166,8 @@ class LayerCheckpoint:
                 return function(*args, **kwargs)
             finally:  # a recompute ends early, by an exception
                 left = max(budget.memory.allocated(device) - before, 0)
-                budget.measured(index, tokens, left + input_bytes, input_bytes if waits else 0)
+                waiting = input_bytes if waits else 0
+                budget.measured(index, tokens, left + input_bytes, waiting, survivors.offered_bytes)
 
         return measured
 

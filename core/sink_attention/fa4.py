@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from unsloth_plugins.core.offload.survivors import survive
 from unsloth_plugins.core.sink_attention.masks import Remembered
 
 _GROUP_BYTES = 256 << 20  # of float32 dq in one group
@@ -66,7 +67,12 @@ class _Fa4(torch.autograd.Function):
                 "max_seqlen_q": longest,
                 "max_seqlen_k": longest,
             }
-        o, lse, *_ = _flash_attn_fwd(*inputs, learnable_sink=sink_H, return_lse=True, **options)
+
+        def attend() -> tuple[torch.Tensor, torch.Tensor]:
+            o, lse, *_ = _flash_attn_fwd(*inputs, learnable_sink=sink_H, return_lse=True, **options)
+            return o, lse
+
+        o, lse = survive(attend) if window is None else attend()
         ctx.save_for_backward(*inputs, sink_H, o, lse, ends_N)
         ctx.options, ctx.deterministic, ctx.head_groups = options, deterministic, head_groups
         ctx.rows = q_BTHD.shape[:2]

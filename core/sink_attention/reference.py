@@ -26,6 +26,8 @@ from collections.abc import Iterator
 import torch
 from torch.autograd.function import once_differentiable
 
+from unsloth_plugins.core.offload.survivors import survive
+
 
 def _group_rows(x_BtHD: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
     """[B, t, H, D] -> [B, K, G * t, D]: the query heads of one key/value head share one matrix product."""
@@ -89,30 +91,33 @@ class _SinkAttention(torch.autograd.Function):
         groups = heads // kv_heads
         compute = torch.float64 if q_BTHD.dtype == torch.float64 else torch.float32
 
-        o_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
-        lse_BHT = q_BTHD.new_empty((batch, heads, queries), dtype=compute)
-        # Autocast would turn the float32 products below into half precision.
-        with torch.autocast(q_BTHD.device.type, enabled=False):
-            sink_KG11 = None if sink_H is None else sink_H.to(compute).view(kv_heads, groups, 1, 1)
-            for rows, cols in _query_blocks(queries, keys, window, block_size):
-                q = _group_rows(q_BTHD[:, rows], kv_heads, compute)
-                k = k_BSKD[:, cols].transpose(1, 2).to(compute)
-                v = v_BSKD[:, cols].transpose(1, 2).to(compute)
-                allowed = allowed_block(rows, cols, keys - queries, window, documents_BS, key_mask_BS, q.device)
-                p = _logits(q, k, allowed, groups, scale, softcap)
+        def attend() -> tuple[torch.Tensor, torch.Tensor]:
+            o_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
+            lse_BHT = q_BTHD.new_empty((batch, heads, queries), dtype=compute)
+            # Autocast would turn the float32 products below into half precision.
+            with torch.autocast(q_BTHD.device.type, enabled=False):
+                sink_KG11 = None if sink_H is None else sink_H.to(compute).view(kv_heads, groups, 1, 1)
+                for rows, cols in _query_blocks(queries, keys, window, block_size):
+                    q = _group_rows(q_BTHD[:, rows], kv_heads, compute)
+                    k = k_BSKD[:, cols].transpose(1, 2).to(compute)
+                    v = v_BSKD[:, cols].transpose(1, 2).to(compute)
+                    allowed = allowed_block(rows, cols, keys - queries, window, documents_BS, key_mask_BS, q.device)
+                    p = _logits(q, k, allowed, groups, scale, softcap)
 
-                top = p.amax(dim=-1, keepdim=True)
-                if sink_KG11 is not None:
-                    top = torch.maximum(top, sink_KG11)
-                top = top.masked_fill(top == float("-inf"), 0.0)  # an empty row without a sink
-                p.sub_(top).exp_()
-                total = p.sum(dim=-1, keepdim=True)
-                if sink_KG11 is not None:
-                    total = total + torch.exp(sink_KG11 - top)
-                o = (p.flatten(2, 3) @ v) / total.masked_fill(total == 0, 1.0).flatten(2, 3)
-                o_BTHD[:, rows] = _ungroup_rows(o, groups).to(o_BTHD.dtype)
-                lse_BHT[:, :, rows] = (total.log() + top).squeeze(-1).flatten(1, 2)
+                    top = p.amax(dim=-1, keepdim=True)
+                    if sink_KG11 is not None:
+                        top = torch.maximum(top, sink_KG11)
+                    top = top.masked_fill(top == float("-inf"), 0.0)  # an empty row without a sink
+                    p.sub_(top).exp_()
+                    total = p.sum(dim=-1, keepdim=True)
+                    if sink_KG11 is not None:
+                        total = total + torch.exp(sink_KG11 - top)
+                    o = (p.flatten(2, 3) @ v) / total.masked_fill(total == 0, 1.0).flatten(2, 3)
+                    o_BTHD[:, rows] = _ungroup_rows(o, groups).to(o_BTHD.dtype)
+                    lse_BHT[:, :, rows] = (total.log() + top).squeeze(-1).flatten(1, 2)
+            return o_BTHD, lse_BHT
 
+        o_BTHD, lse_BHT = survive(attend) if window is None or window >= keys else attend()
         ctx.save_for_backward(q_BTHD, k_BSKD, v_BSKD, sink_H, documents_BS, key_mask_BS, lse_BHT)
         ctx.options = (window, scale, softcap, block_size)
         ctx.set_materialize_grads(False)

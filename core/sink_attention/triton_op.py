@@ -13,6 +13,7 @@ import triton
 from torch.autograd.function import once_differentiable
 
 from unsloth_plugins.core.device import on
+from unsloth_plugins.core.offload.survivors import survive
 from unsloth_plugins.core.sink_attention.masks import Remembered, visible_range
 from unsloth_plugins.core.sink_attention.triton_bwd import ROWS, dq_launch, row_sums_launch
 from unsloth_plugins.core.sink_attention.triton_decode import decode
@@ -67,26 +68,31 @@ class _TritonSinkAttention(torch.autograd.Function):
         q_BTHD, k_BSKD, v_BSKD = _rows(q_BTHD), _rows(k_BSKD), _rows(v_BSKD)
         first_BS, last_BS = _range(documents_BS, key_mask_BS, window)
         seen_BS = None if key_mask_BS is None else key_mask_BS.contiguous().view(torch.uint8)
-        o_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
-        lse_BHT = q_BTHD.new_empty((q_BTHD.shape[0], q_BTHD.shape[2], q_BTHD.shape[1]), dtype=torch.float32)
-        run(
-            forward_launch(
-                q_BTHD,
-                k_BSKD,
-                v_BSKD,
-                None if sink_H is None else sink_H.float().contiguous(),
-                first_BS,
-                seen_BS,
-                o_BTHD,
-                lse_BHT,
-                window=window,
-                scale=scale,
-                softcap=softcap,
-                narrow=is_narrow(window),
-                tile=pick("forward", q_BTHD, window),
-            ),
-            q_BTHD.device,
-        )
+
+        def attend() -> tuple[torch.Tensor, torch.Tensor]:
+            o_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
+            lse_BHT = q_BTHD.new_empty((q_BTHD.shape[0], q_BTHD.shape[2], q_BTHD.shape[1]), dtype=torch.float32)
+            run(
+                forward_launch(
+                    q_BTHD,
+                    k_BSKD,
+                    v_BSKD,
+                    None if sink_H is None else sink_H.float().contiguous(),
+                    first_BS,
+                    seen_BS,
+                    o_BTHD,
+                    lse_BHT,
+                    window=window,
+                    scale=scale,
+                    softcap=softcap,
+                    narrow=is_narrow(window),
+                    tile=pick("forward", q_BTHD, window),
+                ),
+                q_BTHD.device,
+            )
+            return o_BTHD, lse_BHT
+
+        o_BTHD, lse_BHT = survive(attend) if window is None else attend()
         ctx.save_for_backward(q_BTHD, k_BSKD, v_BSKD, sink_H, first_BS, last_BS, seen_BS, o_BTHD, lse_BHT)
         ctx.options = (window, scale, softcap, head_groups)
         ctx.set_materialize_grads(False)

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import batch_of, loss_and_grads, tiny_llama, twin
+from torch.utils.checkpoint import checkpoint
 from transformers import MambaConfig, MambaForCausalLM
 
 from unsloth_plugins.core import apply
 from unsloth_plugins.core.offload import HostStore, checkpoint_modules
+from unsloth_plugins.core.offload.survivors import Survivors
+from unsloth_plugins.core.sink_attention import sink_attention
+from unsloth_plugins.core.sink_attention.backends import Call, why_not_fa4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -75,6 +79,53 @@ def test_mixed_lengths_stay_under_the_cap() -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert applied.store.held_bytes == 0
+
+
+@pytest.mark.parametrize("backend", ["triton", "fa4"])
+def test_what_full_attention_gave_survives_and_saves_its_run(backend: Any) -> None:
+    reason = why_not_fa4(Call(torch.device("cuda"), torch.bfloat16, 64, 8, 8))
+    if backend == "fa4" and reason is not None:
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4096, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (16, 2, 2))
+    sink = torch.randn(16, device="cuda")
+    held, results = [], []
+    for keep in (False, True):
+        leaves = [each.clone().requires_grad_() for each in (q, k, v, sink)]
+        survivors = Survivors(keep)
+        before = torch.cuda.memory_allocated()
+        out = checkpoint(
+            lambda *leaves: sink_attention(*leaves, backend=backend, deterministic=True).sin(),
+            *leaves,
+            use_reentrant=False,
+            context_fn=survivors.contexts,
+        )
+        held.append(torch.cuda.memory_allocated() - before - out.numel() * 2)
+        assert survivors.offered_bytes == 4096 * 16 * (64 * 2 + 4)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            results.append(torch.autograd.grad(out.sum(), leaves))
+            torch.cuda.synchronize()
+        launches = sum(each.count for each in profile.key_averages())
+        results[-1] = (launches, *results[-1])
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))
+    assert results[1][0] < results[0][0], "no launch fewer"
+    assert held[1] - held[0] == pytest.approx(4096 * 16 * (64 * 2 + 4), rel=0.02)
+
+
+@pytest.mark.parametrize("policy", ["offload_all", "on_device"])
+def test_pairs_are_bit_equal_to_plain_checkpointing_and_hold_half(policy: Any) -> None:
+    ref = llama()
+    ours, batch = twin(ref), {name: each.cuda() for name, each in batch_of(1, 2048).items()}
+    shared: dict[str, Any] = dict(attention="triton", gradient_checkpointing=True, offload_min_bytes=0)
+    apply(ref, memory_policy="on_device", **shared)
+    applied = apply(ours, memory_policy=policy, every_n_layers=2, **shared)
+    for _ in range(3):
+        want, got = loss_and_grads(ref, **batch), loss_and_grads(ours, **batch)
+        assert torch.equal(want[0], got[0]) and all(torch.equal(want[2][name], got[2][name]) for name in want[2])
+    assert applied.store.held_bytes == 0
+    if policy == "offload_all":
+        assert applied.store.peak_bytes == 4 * 2048 * 512 * 4
+        assert peak(ours, batch) < peak(ref, batch)
 
 
 def test_mamba_by_name_has_equal_gradients_and_a_lower_peak() -> None:

@@ -96,6 +96,35 @@ print("done")
     assert output.endswith("done\n"), output
 
 
+@needs_interpreter
+def test_a_recompute_takes_the_output_that_survived_and_launches_no_forward() -> None:
+    code = """
+import torch
+from torch.utils.checkpoint import checkpoint
+from unsloth_plugins.core.offload.survivors import Survivors
+from unsloth_plugins.core.sink_attention import sink_attention, triton_op
+
+torch.manual_seed(0)
+inputs = [torch.randn(1, 20, 4, 16), torch.randn(1, 20, 2, 16), torch.randn(1, 20, 2, 16), torch.randn(4)]
+launches, launch = [], triton_op.forward_launch
+triton_op.forward_launch = lambda *args, **options: (launches.append(1), launch(*args, **options))[1]
+
+def grads(window, **options):
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    attend = lambda *leaves: sink_attention(*leaves, window=window, backend="triton").sin()
+    out = checkpoint(attend, *leaves, use_reentrant=False, early_stop=False, **options) if options else attend(*leaves)
+    launches.clear()
+    return torch.autograd.grad(out.sum(), leaves)
+
+for window, runs in ((None, 0), (20, 0), (8, 1)):
+    want, got = grads(window), grads(window, context_fn=Survivors(True).contexts)
+    assert len(launches) == runs and all(map(torch.equal, got, want)), (window, launches)
+print("done")
+"""
+    output = interpret("-c", code).communicate()[0]
+    assert output.endswith("done\n"), output
+
+
 def test_auto_is_the_reference_on_the_cpu_and_an_explicit_kernel_raises() -> None:
     q, k, v = (torch.randn(1, 5, 2, 8) for _ in "qkv")
     assert torch.equal(sink_attention(q, k, v), sink_attention(q, k, v, backend="eager"))
