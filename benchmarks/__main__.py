@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import adapters, attention, layers, loss, merge, offload, step
+from benchmarks import adapters, attention, experts, layers, loss, merge, offload, step
 
 
 def main() -> int:
@@ -15,6 +15,7 @@ def main() -> int:
     about = {
         "step": (step, "one training step of gpt-oss or Mistral-7B"),
         "attention": (attention, "attention kernels"),
+        "experts": (experts, "the expert blocks of gpt-oss"),
         "merge": (merge, "merging LoRA into gpt-oss"),
         "adapters": (adapters, "the same steps in each trainer"),
         "offload": (offload, "offloaded checkpointing beside plain checkpointing"),

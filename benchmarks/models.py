@@ -1,4 +1,7 @@
-"""Checkpoints of true size with random weights: gpt-oss in its published layout, Mistral in bitsandbytes' NF4."""
+"""Models of true size with random weights: gpt-oss in its published layout, Mistral in bitsandbytes' NF4.
+
+Written as checkpoints, or a packed gpt-oss built in memory.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ MISTRAL: dict[str, dict[str, int]] = {
         vocab_size=512,
     ),
 }
-WEIGHTS = dict.fromkeys(SIZES, ("mxfp4", "bf16")) | dict.fromkeys(MISTRAL, ("nf4",))
+WEIGHTS = dict.fromkeys(SIZES, ("mxfp4", "streamed", "bf16")) | dict.fromkeys(MISTRAL, ("nf4",))
 _SCALE = 120  # 2 ** -7 times codes up to 6: a standard deviation near 0.02
 _SKEW = 3.0  # bias of the first expert over the last one's, for skewed routing
 
@@ -111,7 +114,7 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
     total = 0
     for part, parameters in files.items():
         file = f"model-{part}.safetensors"
-        tensors = {name: _random(name, p, routing, draw, device) for name, p in parameters.items()}
+        tensors = {name: _random(name, p, routing, draw, device).cpu() for name, p in parameters.items()}
         if model in MISTRAL:
             tensors = _in_nf4(tensors, device)
         save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -127,6 +130,28 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
         config.quantization_config = PackedMxfp4Config(["model.layers.*.self_attn", "lm_head"]).to_dict()
     config.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
+
+
+def build_packed(config: Any, routing: str, device: torch.device) -> Any:
+    """A packed gpt-oss in bf16 on ``device`` with the weights that ``write_checkpoint`` writes, and no file.
+
+    Args:
+        config: from ``config_of``, or another of gpt-oss.
+        routing: as for ``write_checkpoint``.
+    """
+    with torch.device("meta"):
+        model: Any = GptOssForCausalLM(config)
+        replace_experts(model)
+    model.to(torch.bfloat16).to_empty(device=device)
+    rotary = model.model.rotary_emb
+    with device:
+        model.model.rotary_emb = type(rotary)(config)  # its buffers are computed, not loaded
+    draw = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_random(name, parameter, routing, draw, str(device)))
+            parameter.requires_grad_(False)
+    return model.eval()
 
 
 NF4 = BitsAndBytesConfig(
@@ -154,14 +179,19 @@ def _in_nf4(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Te
 
 def _random(name: str, like: torch.Tensor, routing: str, draw: torch.Generator, device: str) -> torch.Tensor:
     if name.endswith("_blocks"):
-        return torch.randint(0, 256, like.shape, dtype=torch.uint8, device=device, generator=draw).cpu()
+        return torch.randint(0, 256, like.shape, dtype=torch.uint8, device=device, generator=draw)
     if name.endswith("_scales"):
         return torch.full(like.shape, _SCALE, dtype=torch.uint8)
     if "norm" in name:
         return torch.ones(like.shape, dtype=torch.bfloat16)
     if name.endswith("router.bias") and routing == "skewed":
-        return torch.linspace(_SKEW, 0, like.shape[0]).to(torch.bfloat16)
-    return (torch.randn(like.shape, device=device, generator=draw) * 0.02).to(torch.bfloat16).cpu()
+        return skew_router(like.shape[0])
+    return (torch.randn(like.shape, device=device, generator=draw) * 0.02).to(torch.bfloat16)
+
+
+def skew_router(experts: int) -> torch.Tensor:
+    """The bias of a router that gives some experts several times the tokens of others, bf16."""
+    return torch.linspace(_SKEW, 0, experts).to(torch.bfloat16)
 
 
 def _tokenizer() -> Any:

@@ -2,7 +2,11 @@
 
 Every implementation runs in a process of its own from the same checkpoint of random weights; they take turns, three
 steps in a row after one untimed one, and medians are reported. The learning rate is zero, so every step sees the same
-weights.
+weights. gpt-oss-120b is never written: ours builds it in memory, with LoRA on attention and on the experts of the last
+layers.
+
+    python -m benchmarks step --ctx 16384 --cap-gib 15 --weights streamed --policy min_memory
+    python -m benchmarks step --model gpt-oss-120b --ctx 2048,8192
 """
 
 from __future__ import annotations
@@ -18,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rows
-from benchmarks.models import WEIGHTS, config_of, find_or_write_checkpoint
+from benchmarks.models import SIZES, WEIGHTS, config_of, find_or_write_checkpoint
 from benchmarks.worker import BUILDERS, MARK, POLICIES
 
-_COLUMNS = ("impl", "ctx", "peak_gib", "reserved_gib", "host_gib", "step_s", "tok_s", "loss", "grad_norm")
+_COLUMNS = ("impl", "weights", "ctx", "peak_gib", "reserved_gib", "host_gib", "step_s", "tok_s", "loss", "grad_norm")
 
 
 _MEASURED = ("peak_gib", "reserved_gib", "host_gib", "step_s", "tok_s", "loss", "grad_norm")
@@ -37,7 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", choices=sorted(WEIGHTS), default="gpt-oss-20b")
     parser.add_argument(
-        "--weights", choices=("mxfp4", "nf4", "bf16"), help="default: as the model is published or used"
+        "--weights",
+        choices=("mxfp4", "streamed", "nf4", "bf16"),
+        help="default: as the model is published or used; streamed: mxfp4 with ours' experts in host memory",
+    )
+    parser.add_argument(
+        "--in-memory", action="store_true", help="no checkpoint, ours only; gpt-oss-120b is always built like this"
+    )
+    parser.add_argument(
+        "--expert-layers", type=int, help="LoRA on the experts of so many last layers (all; gpt-oss-120b: 4)"
     )
     parser.add_argument("--ctx", type=_lengths, default="2048,8192", help="lengths in tokens (%(default)s)")
     parser.add_argument("--cap-gib", type=float, default=79.0, help="memory cap (%(default)s, an 80 GB card)")
@@ -136,14 +148,21 @@ def _about(worker: Worker, options: argparse.Namespace) -> dict[str, Any]:
     ours = worker.impl.startswith("ours")
     return {
         "impl": worker.impl,
-        "weights": "bf16"
-        if worker.impl == "transformers" and options.weights == "mxfp4"
-        else options.weights,  # it can't
+        "weights": _held(worker, options.weights),
         "policy": options.policy if ours else None,
         "backend": worker.about["backend"],
         "trainable_params": worker.about["trainable_params"],
         "versions": worker.about["versions"],
     }
+
+
+def _held(worker: Worker, weights: str) -> str:
+    """What a row says about weights: those of the process, which may not be able to hold what was asked for."""
+    if worker.impl == "transformers" and weights in ("mxfp4", "streamed"):
+        return "bf16"
+    if weights in ("mxfp4", "streamed"):
+        return "streamed" if worker.about.get("streamed") else "mxfp4"
+    return weights
 
 
 def disagreements(steps: list[dict[str, Any]]) -> list[str]:
@@ -172,6 +191,13 @@ def run(options: argparse.Namespace) -> int:
         if name not in BUILDERS or name == "ours":
             sys.exit(f"--peers: expected any of {', '.join(sorted(set(BUILDERS) - {'ours'}))}; got {name!r}.")
     options.weights = options.weights or WEIGHTS[options.model][0]
+    largest = options.model == "gpt-oss-120b"
+    in_memory = options.in_memory or largest
+    if in_memory and (peers or options.weights not in ("mxfp4", "streamed")):
+        sys.exit("a model built in memory: expected mxfp4 or streamed weights and no --peers, which read a checkpoint.")
+    if options.expert_layers is not None and (peers or options.model not in SIZES):
+        sys.exit("--expert-layers: expected a gpt-oss and no --peers, which adapt all layers.")
+    expert_layers = 4 if largest and options.expert_layers is None else options.expert_layers
     if options.weights not in WEIGHTS[options.model]:
         allowed = " or ".join(WEIGHTS[options.model])
         sys.exit(f"--weights: expected {allowed} for {options.model}; got {options.weights}.")
@@ -183,13 +209,19 @@ def run(options: argparse.Namespace) -> int:
         "optimizer": options.optimizer,
         "routing": options.routing,
         "cap_gib": options.cap_gib,
+        "expert_layers": expert_layers,
     }
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.checkpoint or Path(scratch) / "model"
-        find_or_write_checkpoint(folder, options.model, options.layers, options.routing)
+        if not in_memory:
+            find_or_write_checkpoint(folder, options.model, options.layers, options.routing)
         packed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         settings = {
-            "path": str(folder),
+            "path": None if in_memory else str(folder),
+            "model": options.model,
+            "layers": options.layers,
+            "routing": options.routing,
+            "expert_layers": expert_layers,
             "weights": options.weights,
             "rank": options.lora_rank,
             "policy": options.policy,
@@ -213,7 +245,7 @@ def run(options: argparse.Namespace) -> int:
                     print(name, worker.about["error"], flush=True)
                     continue
                 workers.append(worker)
-                if "load" in worker.about:
+                if "load" in worker.about and not in_memory:
                     load = rows.common("load", options.commit) | {"impl": name, "model": options.model}
                     load |= {"weights": options.weights, "packed_gib": round(packed / 2**30, 3)}
                     out.append(load | worker.about["load"])

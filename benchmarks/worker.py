@@ -33,25 +33,43 @@ def _ours(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     from peft import LoraConfig, get_peft_model
 
     import unsloth_plugins
+    from benchmarks.models import build_packed, config_of
     from unsloth_plugins.core.mxfp4 import load_mxfp4
 
-    device_map = {"": 0} if torch.cuda.is_available() else None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device_map = {"": 0} if device.type == "cuda" else None
     started = time.perf_counter()
-    if options["weights"] == "mxfp4":
+    if options["path"] is None:
+        base = build_packed(config_of(options["model"], options["layers"]), options["routing"], device)
+    elif options["weights"] in ("mxfp4", "streamed"):
         base = load_mxfp4(options["path"], device_map=device_map)
     elif options["weights"] == "nf4":
         base = _four_bit(options["path"], device_map)
     else:
         base = _dequantised(options["path"], device_map)
     load = _memory() | {"load_s": round(time.perf_counter() - started, 1)}
-    model = get_peft_model(base, LoraConfig(r=options["rank"], lora_alpha=options["rank"], target_modules=TARGETS))
+    targets = _targets(base.config.num_hidden_layers, options["expert_layers"])
+    model = get_peft_model(base, LoraConfig(r=options["rank"], lora_alpha=options["rank"], target_modules=targets))
     _checkpointed(model)
-    attention = {"attention": "triton"} if options["impl"] == "ours_triton" else {}
-    applied = unsloth_plugins.apply(model, **POLICIES[options["policy"]], **attention)
+    given = dict(POLICIES[options["policy"]])
+    if options["impl"] == "ours_triton":
+        given["attention"] = "triton"
+    if options["weights"] == "streamed":
+        given["weights"] = "streamed"
+    applied = unsloth_plugins.apply(model, **given)
     print(applied.report(), file=sys.stderr, flush=True)
     _deterministic_adapters(model)
     backend = next((row.detail for row in applied.rows if row.feature == "attention"), "")
-    return model, {"load": load, "backend": backend}
+    return model, {"load": load, "backend": backend, "streamed": applied.stream is not None}
+
+
+def _targets(layers: int, expert_layers: int | None) -> list[str]:
+    """All linear layers, with experts only in the last ``expert_layers`` where that is given."""
+    if expert_layers is None:
+        return TARGETS
+    fused = ("gate_up_proj", "down_proj")
+    last = range(layers - expert_layers, layers)
+    return TARGETS[:4] + [f"layers.{number}.mlp.experts.{name}" for number in last for name in fused]
 
 
 def _transformers(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -85,7 +103,7 @@ def _unsloth(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         model_name=options["path"],
         max_seq_length=options["longest"],
         dtype=torch.bfloat16,
-        load_in_4bit=options["weights"] in ("mxfp4", "nf4"),
+        load_in_4bit=options["weights"] in ("mxfp4", "streamed", "nf4"),
         local_files_only=True,
         **({"unsloth_tiled_mlp": True} if options["impl"] == "unsloth_tiled" else {}),
     )

@@ -75,6 +75,22 @@ def test_mistral_in_four_bits_agrees_with_transformers(tmp_path: Path) -> None:
     assert bench("--weights", "mxfp4", model="tiny-mistral").returncode != 0
 
 
+@pytest.mark.slow
+def test_streamed_and_built_in_memory_are_the_same_model(tmp_path: Path) -> None:
+    rows = []
+    for number, more in enumerate(
+        ([], ["--in-memory"], ["--in-memory", "--weights", "streamed", "--expert-layers", "1"])
+    ):
+        file = tmp_path / f"{number}.json"
+        done = bench("--ctx", "64", "--repeats", "1", "--json", str(file), *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows += [row for row in json.loads(file.read_text()) if row["bench"] == "step"]
+    assert [row["weights"] for row in rows] == ["mxfp4", "mxfp4", "streamed"]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=0.02)
+    assert rows[0]["trainable_params"] == rows[1]["trainable_params"] > rows[2]["trainable_params"] > 0
+    assert bench("--in-memory", "--peers", "transformers").returncode != 0
+
+
 def test_peers_that_do_not_exist_are_named() -> None:
     done = bench("--peers", "unslot")
     assert (
@@ -94,6 +110,21 @@ def test_what_makes_rows_incomparable_is_found() -> None:
     assert disagreements([row, row | {"impl": "ours", "loss": 2.01}]) == []
     found = disagreements([row | {"impl": "ours", "grad_norm": 1.02, "trainable_params": 6}, row])
     assert len(found) == 2 and "trains 6" in found[0] and "1.0200 of ours" in found[1]
+
+
+@pytest.mark.slow
+def test_rows_of_experts(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--model", "tiny", "--tokens", "16,40", "--blocks", "2", "--repeats", "2", "--lora-rank", "4"]
+    command = [sys.executable, "-m", "benchmarks", "experts", *options, "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())
+    kinds = [("ours", "mxfp4"), ("ours", "streamed"), ("ours", "bf16"), ("transformers", "bf16")]
+    order = [(*kind, routing, tokens) for routing in ("balanced", "skewed") for kind in kinds for tokens in (16, 40)]
+    assert [(row["impl"], row["weights"], row["routing"], row["tokens"]) for row in rows] == order
+    assert all(row["fwd_ms"] > 0 and row["bwd_ms"] > 0 and {"fwd_tflops", "peak_gib"} <= row.keys() for row in rows)
+    assert "ours: fwd 2M(HJ" in done.stdout
 
 
 @pytest.mark.slow
