@@ -256,7 +256,9 @@ def _backward(
             x_MI, xa_Mr = rows_MK[:, : first.inputs], rows_MK[:, first.inputs :]
             dxa_Mr = d_rows_MK[:, first.inputs :].contiguous()
             grads[0].add(x_MI, dxa_Mr, xa_Mr.contiguous(), d_gate_up_MJ, ends_E)
+            del x_MI, xa_Mr, dxa_Mr
         kernels.combine(d_rows_MK[:, : first.inputs], route.place_NK, dx[part], more_MH=more_MH)
+        del rows_MK, d_gate_up_MJ, d_rows_MK, more_MH  # or the next tile's would be made beside them
     return dx, d_weight.to(weight.dtype), *grads[0].result(a1, b1), *grads[1].result(a2, b2)
 
 
