@@ -70,7 +70,6 @@ _INPUTS = {
     "offload_all": "inputs of the layers wait in host memory",
     "on_device": "inputs of the layers stay on the device",
 }
-_MIN_MEMORY_LOSS_MIB = 64
 
 
 class Applied:
@@ -360,9 +359,7 @@ class Applied:
             self._note("loss", "left alone", "switched off in the config")
             return
         explicit = self.config.loss == "chunked"
-        chunk_mib = self.config.loss_chunk_mib
-        if self.config.memory_policy == "min_memory":
-            chunk_mib = min(chunk_mib, _MIN_MEMORY_LOSS_MIB)
+        chunk_mib = self.config.loss_mib
         reason = patch_loss(self.parts.causal_lm, self._patches, chunk_mib, explicit=explicit)
         if reason is None:
             self._note("loss", "on", f"chunked cross entropy, {chunk_mib} MiB of logits at a time")

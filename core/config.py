@@ -108,6 +108,11 @@ class UnslothConfig:
                 remedy="Leave it out for no limit.",
             )
 
+    @property
+    def loss_mib(self) -> int:
+        """MiB of logits that the loss works with: ``loss_chunk_mib``, under ``min_memory`` at most 64."""
+        return min(self.loss_chunk_mib, 64) if self.memory_policy == "min_memory" else self.loss_chunk_mib
+
     @classmethod
     def from_options(cls, config: UnslothConfig | None = None, **options: Any) -> UnslothConfig:
         """A config from keyword options, on top of ``config`` where one is given.

@@ -1,4 +1,7 @@
-"""The command line: merge, export, tokenizer, show-mask. Results go to standard output, the rest to standard error."""
+"""The command line: plan, merge, export, tokenizer, show-mask.
+
+Results go to standard output, the rest to standard error.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from unsloth_plugins.core.export.tensors import Progress as Report
 
 app = typer.Typer(
     name="unsloth-plugins",
-    help="Turn what was trained into what gets deployed.",
+    help="Plan a fine-tune, look at the machine, and turn what was trained into what gets deployed.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     add_completion=False,
@@ -96,6 +99,78 @@ def _adapters(given: list[str] | None) -> dict[str, float]:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
+
+
+def _options(given: list[str] | None) -> dict[str, Any]:
+    """``NAME=VALUE`` pairs; values are JSON where they are that (numbers, true, null), text otherwise."""
+    out: dict[str, Any] = {}
+    for each in given or ():
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{each!r}: expected NAME=VALUE.")
+        try:
+            out[name] = json.loads(value)
+        except json.JSONDecodeError:
+            out[name] = value
+    return out
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="Folder, cached hub id, or a built-in name such as gpt-oss-20b.")],
+    gpu: Annotated[str | None, typer.Option(help='A card by name, as "RTX 4090".')] = None,
+    vram: Annotated[float | None, typer.Option(help="Or its memory in GiB, of which 1 is left to the driver.")] = None,
+    host_ram: Annotated[float | None, typer.Option(help="Host memory in GiB; any amount if not given.")] = None,
+    ctx: Annotated[int | None, typer.Option(help="Wished context in tokens.")] = None,
+    batch: Annotated[int, typer.Option(help="Rows on the card at once.")] = 1,
+    dtype: Annotated[str | None, typer.Option(help="How the base is stored: mxfp4, nf4, bf16, fp16.")] = None,
+    lora_rank: Annotated[int, typer.Option(help="r of the adapters.")] = 32,
+    lora_targets: Annotated[str, typer.Option(help="all linear layers, or those of attention.")] = "all",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw_8bit or sgd.")] = "adamw_8bit",
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", help="An option of `apply`, as memory_policy=min_memory.", metavar="NAME=VALUE"),
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw memory against context here (needs matplotlib).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what fits on which card, from the allocations of the code that would run. Nothing is loaded or downloaded.
+
+    The exit status is 1 where a wished context does not fit.
+
+    **Examples**
+
+    `unsloth-plugins plan gpt-oss-20b --gpu "RTX 4090" --ctx 32768`
+
+    `unsloth-plugins plan mistralai/Mistral-7B-v0.3 --dtype nf4 --vram 24 --host-ram 64 --png memory.png`
+
+    `unsloth-plugins plan my-model --ctx 8192 -o memory_policy=min_memory --json`
+    """
+    from unsloth_plugins.core.planner import plan as run
+    from unsloth_plugins.core.planner.show import plan_png, plan_text
+
+    with _errors(as_json):
+        report = run(
+            model,
+            gpu=gpu,
+            vram_gib=vram,
+            host_ram_gib=host_ram,
+            ctx=ctx,
+            batch=batch,
+            dtype=dtype,  # type: ignore[arg-type]  # checked there
+            lora_rank=lora_rank,
+            lora_targets=lora_targets,  # type: ignore[arg-type]
+            optimizer=optimizer,  # type: ignore[arg-type]
+            **_options(option),
+        )
+        if png is not None:
+            plan_png(report, png)
+    if as_json:
+        _print_json(asdict(report))
+    else:
+        Console(soft_wrap=True).print(plan_text(report), markup=False, highlight=False)
+    if report.fits is False:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -22,7 +22,7 @@ def run(*arguments: object, status: int = 0) -> Any:
     return done
 
 
-@pytest.mark.parametrize("command", ["merge", "export", "tokenizer", "show-mask"])
+@pytest.mark.parametrize("command", ["plan", "merge", "export", "tokenizer", "show-mask"])
 def test_help_shows_examples(command: str) -> None:
     assert f"unsloth-plugins {command} " in run(command, "--help").output.replace("│", "")
     assert command in run("--help").output
@@ -105,3 +105,18 @@ def test_show_mask_prints_the_mask_and_draws_it(tmp_path: Path) -> None:
     assert (tmp_path / "mask.png").read_bytes()[:4] == b"\x89PNG"
     assert "add up to 5" in run("show-mask", "--length", 4, "--documents", "2,3", status=1).stderr
     assert "commas" in run("show-mask", "--documents", "2;3", status=2).output
+
+
+def test_plan_says_what_fits(tmp_path: Path) -> None:
+    done = run("plan", "gpt-oss-20b", "--gpu", "RTX 4090", "--ctx", 8192, "--png", tmp_path / "memory.png")
+    assert "fits in 23.0 GiB" in done.stdout and "not measured" in done.stdout and "H200" in done.stdout
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
+    asked = ("plan", "mistral-7b", "--dtype", "nf4", "--vram", 24, "--ctx", 1_000_000, "--host-ram", 64)
+    report = json.loads(run(*asked, "-o", "memory_policy=offload_all", "--json", status=1).stdout)
+    assert report["fits"] is False and report["remedies"]
+    assert report["setup"]["config"]["memory_policy"] == "offload_all"
+    assert [limit["gb"] for limit in report["limits"]] == [8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192]
+    fast = json.loads(run("plan", "gpt-oss-20b", "--gpu", "H200", "--ctx", 8192, "--json").stdout)
+    assert {row["attention"] for row in fast["measured"]} == {"triton", "fa4"}
+    assert "memory_policy" in run("plan", "gpt-oss-20b", "-o", "memory_polcy=auto", status=1).stderr
+    run("plan", "gpt-oss-20b", "-o", "memory_policy", status=2)

@@ -21,7 +21,7 @@ from unsloth_plugins.core.offload.policy import Plan, choose
 
 logger = logging.getLogger("unsloth_plugins")
 
-_MARGIN = 0.06  # of the device's memory: stays free for fragmentation and what was not seen yet
+MARGIN = 0.06  # of the device's memory: stays free for fragmentation and what was not seen yet
 
 
 @dataclass
@@ -138,7 +138,7 @@ class MemoryBudget:
     def _choose(self, now: int) -> Plan | None:
         if self._tokens > self._longest or len(self._seen) < self.layers:
             return None
-        free = self.memory.allowed(self._device) * (1 - _MARGIN) - now - max(self._need, self._at_most or 0)
+        free = self.memory.allowed(self._device) * (1 - MARGIN) - now - max(self._need, self._at_most or 0)
         left = max(self._together - self._forwards + 1, 1)  # forwards that share what is free
         layers = [self._seen[index] for index in sorted(self._seen)]
         kept, inputs, surviving = (

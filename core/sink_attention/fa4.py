@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from unsloth_plugins.core.offload.survivors import survive
 from unsloth_plugins.core.sink_attention.masks import Remembered
 
-_GROUP_BYTES = 256 << 20  # of float32 dq in one group
+GROUP_BYTES = 256 << 20  # of float32 dq in one group
 _documents: Remembered[Any] = Remembered()
 _holes: Remembered[bool] = Remembered()
 
@@ -99,7 +99,7 @@ class _Fa4(torch.autograd.Function):
             dlse = dlse.transpose(0, 1).reshape(lse.shape)
         heads, kv_heads = q.shape[-2], k.shape[-2]
         ratio = heads // kv_heads
-        groups = max(ctx.head_groups, -(-q.numel() * 4 // _GROUP_BYTES))
+        groups = max(ctx.head_groups, -(-q.numel() * 4 // GROUP_BYTES))
         step = max(1, kv_heads // min(groups, kv_heads))
         grads = (
             [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)] if step < kv_heads else []

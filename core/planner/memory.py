@@ -1,0 +1,335 @@
+"""What one training step with LoRA holds on the device and on the host, in bytes, term by term.
+
+The terms are the allocations of the runtime: the tile of ``experts.fused``, the chunk of the loss, what each autograd
+function saves, the choice of ``offload.policy``. A step is walked through from the loss to the first layer, because
+what is held shrinks (activations) and grows (gradients) on the way; the largest moment is the peak.
+
+All products are in 16 bits, the batch is one stretch of T tokens. Sizes as in ``ModelShape``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from unsloth_plugins.core.config import UnslothConfig
+from unsloth_plugins.core.errors import ConfigError, UnsupportedError
+from unsloth_plugins.core.experts.fused import TILE
+from unsloth_plugins.core.experts.matmul import RANK_STEP
+from unsloth_plugins.core.mxfp4.codec import BLOCK, BYTES
+from unsloth_plugins.core.offload.budget import MARGIN
+from unsloth_plugins.core.offload.host import HostStore
+from unsloth_plugins.core.offload.policy import Plan, choose
+from unsloth_plugins.core.planner.shape import ModelShape
+from unsloth_plugins.core.sink_attention.fa4 import GROUP_BYTES
+
+Dtype = Literal["mxfp4", "nf4", "bf16", "fp16"]
+Optimizer = Literal["adamw", "adamw_8bit", "sgd"]
+Targets = Literal["all", "attention"]
+
+HALF, FULL = 2, 4  # bytes of a 16-bit and of a 32-bit number
+_STATES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "sgd": 0.0}  # bytes a parameter; 8-bit ones have scales by 256
+_NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: codes, 8-bit scales by 64, their own float32 scales by 256
+_MXFP4 = (BYTES + 1) / BLOCK
+_WORKSPACE = 32 << 20  # of cuBLAS, which torch's allocator provides
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained.
+
+    Attributes:
+        dtype: how the frozen base is stored: ``mxfp4`` (experts packed, the rest in 16 bits), ``nf4`` (linear layers in
+            bitsandbytes' 4 bits, quantised twice), ``bf16``, ``fp16``.
+        lora_rank: r of the adapters, float32 as PEFT makes them.
+        lora_targets: ``all`` linear layers, experts included, or those of the ``attention``.
+        optimizer: ``adamw`` (float32 states), ``adamw_8bit`` of bitsandbytes, or ``sgd`` without momentum.
+        config: the options of ``apply``.
+    """
+
+    dtype: Dtype
+    lora_rank: int = 32
+    lora_targets: Targets = "all"
+    optimizer: Optimizer = "adamw_8bit"
+    config: UnslothConfig = field(default_factory=UnslothConfig)
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("dtype", get_args(Dtype)),
+            ("optimizer", get_args(Optimizer)),
+            ("lora_targets", get_args(Targets)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    expected=f"`{name}` to be one of {', '.join(choices)}",
+                    got=repr(getattr(self, name)),
+                    remedy="Leave it out for the default.",
+                )
+        if isinstance(self.lora_rank, bool) or not isinstance(self.lora_rank, int) or self.lora_rank < 1:
+            raise ConfigError(
+                expected="`lora_rank` to be an integer >= 1",
+                got=repr(self.lora_rank),
+                remedy="Full fine-tuning is not planned; run one step and read the peak from the trainer's log.",
+            )
+
+
+def check(shape: ModelShape, setup: Setup) -> None:
+    """Refuse what the formulas do not describe.
+
+    Raises:
+        ConfigError: the base can't be stored so.
+        UnsupportedError: an option leads to code that is not described.
+    """
+    if shape.experts and setup.dtype in ("nf4", "fp16"):
+        raise ConfigError(
+            expected="dtype mxfp4 or bf16 for a model with experts",
+            got=setup.dtype,
+            remedy="bitsandbytes leaves experts as they are, and the tiled experts need bf16.",
+        )
+    if not shape.experts and setup.dtype == "mxfp4":
+        raise ConfigError(expected="dtype nf4, bf16 or fp16 for a dense model", got="mxfp4", remedy="Use nf4.")
+    described = {"attention": ("auto", "triton", "fa4"), "experts": ("auto", "grouped_mm"), "lora": ("auto", "fused")}
+    described |= {"layers": ("auto", "triton"), "loss": ("auto", "chunked")}
+    for name, values in described.items():
+        if getattr(setup.config, name) not in values:
+            raise UnsupportedError(
+                expected=f"`{name}` to be one of {', '.join(values)}: the formulas describe this project's kernels",
+                got=repr(getattr(setup.config, name)),
+                remedy="Leave it out, or run one step and read the peak from the trainer's log.",
+            )
+
+
+def base_bytes(shape: ModelShape, setup: Setup) -> int:
+    """The frozen model on the device."""
+    a_linear = {"nf4": _NF4}.get(setup.dtype, HALF)
+    an_expert = {"mxfp4": _MXFP4}.get(setup.dtype, HALF)
+    linears = sum(inputs * outputs for inputs, outputs in shape.linears().values())
+    experts = shape.experts * sum(inputs * outputs for inputs, outputs in shape.expert_linears())
+    layer = linears * a_linear + experts * an_expert + shape.small_parameters() * HALF
+    outside = shape.vocab * shape.hidden * (1 if shape.tied else 2) + shape.hidden
+    return int(shape.layers * layer + outside * HALF)
+
+
+def _adapted(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:
+    """The linear layers with an adapter."""
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    return {name: size for name, size in shape.linears().items() if setup.lora_targets == "all" or name in attention}
+
+
+def _adapts_experts(shape: ModelShape, setup: Setup) -> bool:
+    return bool(shape.experts) and setup.lora_targets == "all"
+
+
+def adapter_parameters(shape: ModelShape, setup: Setup) -> int:
+    """Trainable parameters of one layer."""
+    count = sum(inputs + outputs for inputs, outputs in _adapted(shape, setup).values())
+    if _adapts_experts(shape, setup):
+        count += shape.experts * sum(inputs + outputs for inputs, outputs in shape.expert_linears())
+    return setup.lora_rank * count
+
+
+def input_bytes(shape: ModelShape, tokens: int) -> int:
+    """The input of one layer, which is all that a checkpointed layer keeps."""
+    return tokens * shape.hidden * HALF
+
+
+def _saved_by_attention(shape: ModelShape, setup: Setup) -> int:
+    """Bytes a token from the first norm to the output projection: q, k, v, o, log-sum-exp and what LoRA reads again."""
+    sizes = 2 * (shape.query_size + shape.kv_size)
+    rows = shape.heads + 1  # log-sum-exp, 1 / rms
+    if shape.norms_query_and_key:
+        sizes += shape.query_size + shape.kv_size
+        rows += shape.heads + shape.kv_heads
+    adapted = len({"q_proj", "k_proj", "v_proj", "o_proj"} & set(_adapted(shape, setup)))
+    sizes += shape.hidden + adapted * setup.lora_rank  # the norm's output; x A of each
+    return sizes * HALF + rows * FULL
+
+
+def _saved_by_mlp(shape: ModelShape, setup: Setup) -> int:
+    """Bytes a token behind attention: the residual, its norm, and what the experts or the gate keep."""
+    sizes = shape.hidden * (3 if shape.norms_outputs else 1)
+    norms = (3 if shape.norms_outputs else 1) * FULL  # 1 / rms
+    if shape.experts:
+        sizes += shape.hidden
+        return sizes * HALF + shape.top_k * (8 + FULL) + norms  # indices and weights of the router
+    sizes += 2 * shape.intermediate
+    if setup.lora_targets == "all":
+        sizes += shape.hidden + shape.intermediate + 3 * setup.lora_rank
+    return sizes * HALF + norms
+
+
+def saved_bytes(shape: ModelShape, setup: Setup, tokens: int) -> int:
+    """What a layer keeps for backward when it is not checkpointed, its input included."""
+    each = _saved_by_attention(shape, setup) + _saved_by_mlp(shape, setup)
+    return tokens * each + input_bytes(shape, tokens)
+
+
+def holding_bytes(shape: ModelShape, tokens: int) -> int:
+    """The first projection of a layer's experts, where it is held instead of computed again."""
+    return tokens * shape.top_k * 2 * shape.intermediate * HALF
+
+
+def _padded_rank(shape: ModelShape, setup: Setup) -> int:
+    return -(-setup.lora_rank // RANK_STEP) * RANK_STEP if _adapts_experts(shape, setup) else 0
+
+
+def decoded_bytes(shape: ModelShape, setup: Setup) -> int:
+    """Weights of one layer in 16 bits for its pass, LoRA's rows included; zero where they are used as they lie."""
+    rank = _padded_rank(shape, setup)
+    if shape.experts:
+        if setup.dtype != "mxfp4" and not rank:
+            return 0
+        return shape.experts * sum((inputs + rank) * outputs for inputs, outputs in shape.expert_linears()) * HALF
+    if setup.dtype == "nf4":
+        return max(inputs * outputs for inputs, outputs in shape.linears().values()) * HALF
+    return 0
+
+
+def _expert_tile(shape: ModelShape, setup: Setup, tokens: int) -> int:
+    """Backward of one tile of tokens through the experts, and the sums of the adapters' gradients."""
+    rows = min(tokens, TILE)
+    rank = _padded_rank(shape, setup)
+    hidden, size = shape.hidden, shape.intermediate
+    row = (hidden + rank) + 2 * size + hidden + (size + rank) + size  # x, gate and up, dout, dh, activation
+    routing = 4 * 8 + 2 * FULL  # token, expert, order, place; weights and their gradient
+    tile = rows * (shape.top_k * (row * HALF + routing) + hidden * FULL)
+    if not rank:
+        return tile
+    experts = setup.lora_rank * shape.experts * sum(i + o for i, o in shape.expert_linears())
+    return tile + experts * FULL + rank * shape.experts * (hidden + size) * HALF
+
+
+def _mlp_backward(shape: ModelShape, setup: Setup, tokens: int) -> int:
+    """Beyond what is saved, while the gradient passes the experts or the gate; the residual's gradient included."""
+    residual = input_bytes(shape, tokens)
+    if shape.experts:
+        return 2 * residual + _expert_tile(shape, setup, tokens) + decoded_bytes(shape, setup)
+    size = tokens * shape.intermediate * HALF
+    freed = size if setup.lora_targets == "all" else 0  # the activation, when the gate's backward runs
+    return residual + max(size + decoded_bytes(shape, setup), 3 * size - freed)
+
+
+def _attention_backward(shape: ModelShape, setup: Setup, tokens: int) -> int:
+    """Beyond what is saved up to there, while the gradient passes attention."""
+    query, kv = tokens * shape.query_size, tokens * shape.kv_size
+    ours = shape.has_sinks or setup.config.attention != "auto"
+    if ours:
+        sums = tokens * shape.heads * FULL
+        if setup.config.attention in ("auto", "fa4"):
+            sums += min(query * FULL, GROUP_BYTES)
+    else:  # flash attention of torch: dq summed in float32, dk and dv of every query head
+        sums = query * FULL + (2 * query * HALF if shape.heads != shape.kv_heads else 0)
+    return input_bytes(shape, tokens) + 2 * (query + kv) * HALF + sums
+
+
+def backward_bytes(shape: ModelShape, setup: Setup, tokens: int) -> int:
+    """The most that one layer's backward holds beside its input: what it saved, and what is being computed."""
+    attention = tokens * _saved_by_attention(shape, setup)
+    mlp = tokens * _saved_by_mlp(shape, setup)
+    return attention + max(
+        mlp + _mlp_backward(shape, setup, tokens),
+        _attention_backward(shape, setup, tokens),
+    )
+
+
+def loss_bytes(shape: ModelShape, setup: Setup, tokens: int) -> int:
+    """Around the head: the last hidden states, their norm, their gradient, and one chunk of logits."""
+    chunk = min(setup.config.loss_mib << 20, tokens * shape.vocab * HALF)
+    if shape.softcap:
+        chunk *= 2  # differentiated by torch: the capped logits and their gradient beside the logits
+    states = input_bytes(shape, tokens)
+    return max(3 * states + chunk, 4 * states)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest moment of a step.
+
+    Attributes:
+        device_bytes: in tensors at that moment.
+        moment: ``loss``, ``layer N`` or ``optimizer``.
+        terms: what the bytes are.
+        host_bytes: of layer inputs that wait in host memory.
+        plan: which layers are checkpointed, and where their inputs are.
+    """
+
+    device_bytes: int
+    moment: str
+    terms: dict[str, int]
+    host_bytes: int
+    plan: Plan
+
+
+def fixed_terms(shape: ModelShape, setup: Setup) -> dict[str, int]:
+    """What is on the device all the time."""
+    count = shape.layers * adapter_parameters(shape, setup)
+    return {
+        "base weights": base_bytes(shape, setup),
+        "adapters": count * FULL,
+        "optimizer states": int(count * _STATES[setup.optimizer]),
+        "cuBLAS workspace": _WORKSPACE,
+    }
+
+
+def step_peak(shape: ModelShape, setup: Setup, tokens: int, plan: Plan) -> Peak:
+    """Walk through one step under ``plan``."""
+    layers, one = shape.layers, input_bytes(shape, tokens)
+    first = min(plan.first_kept, layers)
+    moves = plan.inputs_on_host and one >= setup.config.offload_min_bytes
+    held = HostStore.for_policy(setup.config.memory_policy, 0).hold
+    kept, holding = saved_bytes(shape, setup, tokens), holding_bytes(shape, tokens)
+    fixed = fixed_terms(shape, setup)
+    gradients = adapter_parameters(shape, setup) * FULL
+
+    def inputs(done: int) -> int:
+        """Of checkpointed layers before layer ``done``, on the device."""
+        count = min(done, first)
+        return one * (min(count, held) if moves else count)
+
+    def activations(done: int) -> dict[str, int]:
+        return {
+            "inputs of checkpointed layers": inputs(done),
+            "layers without a checkpoint": kept * max(done - first, 0),
+            "held projections of experts": holding * max(done - max(plan.first_holding, first), 0),
+        }
+
+    moments = {"loss": activations(layers) | {"loss": loss_bytes(shape, setup, tokens)}}
+    for index in range(layers - 1, -1, -1):
+        working = backward_bytes(shape, setup, tokens) + one
+        now = activations(index) | {"gradients": gradients * (layers - 1 - index)}
+        if moves and index and index < first:
+            now["inputs of checkpointed layers"] = one  # the next one, on its way back
+        if index >= plan.first_holding:
+            now["held projections of experts"] += holding
+        moments[f"layer {index}"] = now | {"backward of one layer": working}
+    moments["optimizer"] = {"gradients": gradients * layers}
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    terms = {name: size for name, size in (fixed | moments[moment]).items() if size}
+    return Peak(sum(terms.values()), moment, terms, one * first if moves else 0, plan)
+
+
+def least_plan(shape: ModelShape, setup: Setup) -> Plan:
+    """The plan that holds least on the device under the policy asked for."""
+    return Plan(shape.layers, setup.config.memory_policy != "on_device")
+
+
+def predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | None = None) -> Peak:
+    """The peak of a step.
+
+    Args:
+        tokens: T, of all rows together.
+        device_bytes: what the process may have; under ``auto`` what is left is spent on layers without a checkpoint.
+            ``None``: the least that the policy can do with.
+    """
+    least = step_peak(shape, setup, tokens, least_plan(shape, setup))
+    if device_bytes is None or setup.config.memory_policy != "auto":
+        return least
+    fixed = sum(fixed_terms(shape, setup).values())
+    beside = replace(least.plan, inputs_on_host=True)
+    need = step_peak(shape, setup, tokens, beside).device_bytes - fixed
+    free = int(device_bytes * (1 - MARGIN)) - fixed - need
+    kept = [saved_bytes(shape, setup, tokens)] * shape.layers
+    inputs = [input_bytes(shape, tokens)] * shape.layers
+    holding = [holding_bytes(shape, tokens)] * shape.layers if shape.experts else []
+    plan = choose(max(free, 0), kept, inputs, None, holding)
+    return step_peak(shape, setup, tokens, plan)

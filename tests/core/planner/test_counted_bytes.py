@@ -1,0 +1,182 @@
+"""The planner's formulas against tensors that are counted: tiny models, kernels in triton's interpreter on the CPU.
+
+The interpreter is chosen by the environment when triton is imported, so this file runs itself in a process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import tiny_gpt_oss
+from peft import LoraConfig, get_peft_model
+from torch.profiler import ProfilerActivity, profile
+
+import unsloth_plugins
+from unsloth_plugins.core.config import UnslothConfig
+from unsloth_plugins.core.experts import ExpertLora, fused
+from unsloth_plugins.core.layers import op
+from unsloth_plugins.core.models import layers as binding
+from unsloth_plugins.core.planner import memory
+from unsloth_plugins.core.planner.memory import Setup
+from unsloth_plugins.core.planner.shape import find_shape
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_in_the_interpreter")
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SIZES: dict[str, Any] = dict(
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=160,
+    pad_token_id=0,
+)
+FAMILIES = {
+    "Llama": {},
+    "Mistral": {"sliding_window": None},
+    "Qwen2": {"head_dim": 16},
+    "Qwen3": {},
+    "Gemma": {},
+    "Gemma2": {"final_logit_softcapping": None, "attn_logit_softcapping": None},
+    "Gemma3Text": {},
+}
+RANK = 4
+TOKENS = 24
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is that process")
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_the_interpreter(which: str) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and " passed" in done.stdout and "no tests ran" not in done.stdout, done.stdout[-3000:]
+
+
+def build(family: str) -> Any:
+    config = getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family]))
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
+
+
+def with_lora(model: Any, targets: list[str]) -> Any:
+    return get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
+
+
+def saved_by_autograd(run: Any, leave_out: set[int]) -> int:
+    """Bytes of the storages that ``run()`` saves for backward, each counted once."""
+    seen: dict[int, int] = {}
+    keep = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in leave_out:
+            seen[storage.data_ptr()] = storage.nbytes()
+            keep.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        keep.append(run())
+    return sum(seen.values())
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        (family, targets)
+        if (family, targets) in (("Llama", "all"), ("Qwen3", "attention"))
+        else pytest.param(family, targets, marks=pytest.mark.slow)
+        for family in FAMILIES
+        for targets in ("all", "attention")
+    ],
+)
+def test_saved_by_a_dense_layer(family: str, targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What three layers save less what two save, so that what lies outside of layers does not count."""
+    for module in (op, binding):
+        monkeypatch.setattr(module, "why_reference", lambda device, dtype: None)
+    base = build(family)
+    model = with_lora(base, TARGETS if targets == "all" else TARGETS[:4]).train()
+    unsloth_plugins.apply(model, attention="triton", layers="triton", lora="fused", loss=None)
+    decoder = base.model
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    model.enable_input_require_grads()
+    counted = []
+    for count in (2, 3):
+        decoder.config.num_hidden_layers = count
+        ids = torch.randint(3, 160, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+
+        def run(ids: torch.Tensor = ids) -> torch.Tensor:
+            return decoder(input_ids=ids, use_cache=False).last_hidden_state
+
+        counted.append(saved_by_autograd(run, parameters))
+    shape = find_shape(base.config)
+    setup = Setup("fp16", RANK, targets, config=UnslothConfig(attention="triton"))
+    assert (counted[1] - counted[0]) / memory.saved_bytes(shape, setup, TOKENS) == pytest.approx(1, abs=0.002)
+
+
+def most_allocated(run: Any) -> int:
+    """Bytes of torch's CPU allocator at the highest moment of ``run()``, over what there was before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        kept = run()
+    assert kept is not None
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@needs_interpreter
+@pytest.mark.parametrize("tokens", [128, 320])
+def test_backward_of_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoded weights, one tile and the sums of the adapters' gradients, in 16 bits."""
+    monkeypatch.setattr(fused, "TILE", 128)
+    monkeypatch.setattr(memory, "TILE", 128)
+    route = fused._route
+
+    def after_collecting(*arguments: Any) -> Any:
+        gc.collect()  # the interpreter holds what its kernels were given in cycles
+        return route(*arguments)
+
+    monkeypatch.setattr(fused, "_route", after_collecting)
+    shape = find_shape(tiny_gpt_oss(hidden_size=256, intermediate_size=384).config)
+    setup = Setup("bf16", 8)
+    hidden, experts = shape.hidden, shape.experts
+    torch.manual_seed(0)
+    weights = [torch.randn(experts, i, o).half() for i, o in shape.expert_linears()]
+    biases = [torch.zeros(experts, o, dtype=torch.float16) for _, o in shape.expert_linears()]
+    loras = []
+    for inputs, outputs in shape.expert_linears():
+        a, b = torch.randn(experts, 8, inputs), torch.randn(experts, 8, outputs)
+        loras.append((ExpertLora(a.requires_grad_(), b.requires_grad_(), 1.0),))
+    x = torch.randn(tokens, hidden, dtype=torch.float16, requires_grad=True)
+    index = torch.rand(tokens, experts).topk(shape.top_k, 1).indices
+    weight = torch.rand(tokens, shape.top_k).requires_grad_()
+    y = fused.experts_fused(
+        x,
+        weights[0],
+        biases[0],
+        weights[1],
+        biases[1],
+        index,
+        weight,
+        alpha=1.702,
+        limit=7.0,
+        gate_up_lora=loras[0],
+        down_lora=loras[1],
+    )
+    dy = torch.randn_like(y)
+    leaves = [x, weight, loras[0][0].a_ErI, loras[0][0].b_ErO, loras[1][0].a_ErI, loras[1][0].b_ErO]
+    counted = most_allocated(lambda: torch.autograd.grad(y, leaves, dy))
+    told = memory._mlp_backward(shape, setup, tokens) - memory.input_bytes(shape, tokens)  # without the gradient given
+    assert counted / told == pytest.approx(1, abs=0.05)

@@ -1,0 +1,246 @@
+"""The planner: sizes of models, agreement with committed measurements, what fits and what would make it fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import tiny_gpt_oss, tiny_llama
+from peft import LoraConfig, get_peft_model
+
+import unsloth_plugins
+from unsloth_plugins.core.errors import ConfigError, ModelError, UnsupportedError
+from unsloth_plugins.core.mxfp4 import pack_experts
+from unsloth_plugins.core.offload.policy import Plan
+from unsloth_plugins.core.planner import memory, plan
+from unsloth_plugins.core.planner.cards import find_card
+from unsloth_plugins.core.planner.measured import ROWS
+from unsloth_plugins.core.planner.memory import Setup, predict
+from unsloth_plugins.core.planner.plan import fits
+from unsloth_plugins.core.planner.shape import BUILT_IN, find_shape, shape_of_config
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+GIB = 2**30
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def rows_of(file: str, **wanted: object) -> list[dict[str, Any]]:
+    rows = json.loads((RESULTS / file).read_text())
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
+        ("mistral-7b-v0.3", 7_248_023_552),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("gemma-7b", 8_537_680_896),
+        ("gemma-2-9b", 9_241_705_984),
+        ("gemma-3-1b", 999_885_952),
+        ("smollm2-135m", 134_515_008),
+    ],
+)
+def test_published_parameter_counts(name: str, parameters: int) -> None:
+    assert BUILT_IN[name].parameters() == parameters
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "GptOss"])
+def test_parameters_of_real_classes(family: str) -> None:
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, head_dim=32)
+    config = getattr(transformers, f"{family}Config")(
+        **sizes, num_key_value_heads=2, vocab_size=160, num_local_experts=4, pad_token_id=0
+    )
+    if family == "Qwen2":  # has no head_dim of its own
+        config.head_dim = 16
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert find_shape(config).parameters() == sum(p.numel() for p in model.parameters())
+
+
+def test_sizes_from_a_folder_an_id_and_a_config(tmp_path: Path) -> None:
+    config = tiny_llama().config
+    config.save_pretrained(tmp_path / "gpt-oss-20b")  # a folder goes before a built-in name
+    assert replace(find_shape(str(tmp_path / "gpt-oss-20b")), name="") == replace(find_shape(config), name="")
+    assert find_shape("meta-llama/Llama-3.1-8B-Instruct") is BUILT_IN["llama-3.1-8b"]
+    with pytest.raises(ModelError, match=r"qwen3-8b"):
+        find_shape("no/qwen3-88b")
+    with pytest.raises(UnsupportedError, match="gpt2"):
+        shape_of_config({"model_type": "gpt2"}, "x")
+
+
+# --- bytes of real tensors
+
+
+@pytest.mark.parametrize("targets", ["all", "attention"])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt_oss])
+def test_trainable_parameters_and_states(build: Any, targets: Any) -> None:
+    model = build()
+    shape, setup = find_shape(model.config), Setup("bf16", 4, targets, "adamw")
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS if targets == "all" else TARGETS[:4]))
+    unsloth_plugins.apply(peft)
+    trained = [p for p in peft.parameters() if p.requires_grad]
+    told = memory.fixed_terms(shape, setup)
+    assert shape.layers * memory.adapter_parameters(shape, setup) == sum(p.numel() for p in trained)
+    assert told["adapters"] == sum(p.numel() * p.element_size() for p in trained)
+    optimizer = torch.optim.AdamW(trained)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    states = [x for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x) and x.dim()]
+    assert told["optimizer states"] == sum(x.numel() * x.element_size() for x in states)
+
+
+def test_packed_base() -> None:
+    model = pack_experts(tiny_gpt_oss().to(torch.bfloat16))
+    counted = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert memory.base_bytes(find_shape(model.config), Setup("mxfp4")) == counted
+
+
+def test_nf4_weights() -> None:
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(torch.randn(1024, 1024), compress_statistics=True, quant_type="nf4")
+    counted = packed.numel() + state.absmax.numel() + 4 * state.state2.absmax.numel()
+    assert memory._NF4 * 1024**2 == counted
+
+
+# --- measured peaks
+
+
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_measured_step_of_gpt_oss(tokens: int) -> None:
+    """Not the row of 32,768 tokens: it was measured before `auto` looked at a new longest length first."""
+    shape, setup = BUILT_IN["gpt-oss-20b"], Setup("mxfp4")
+    rows = rows_of("h200-2026-12-02-step.json", bench="step", model="gpt-oss-20b", ctx=tokens)
+    rows = [row for row in rows if row["impl"].startswith("ours")]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["trainable_params"] == shape.layers * memory.adapter_parameters(shape, setup)
+        told = predict(shape, setup, tokens, int(row["cap_gib"] * GIB))
+        assert -0.01 <= told.device_bytes / GIB / row["peak_gib"] - 1 <= 0.01
+    (load,) = rows_of("h200-2026-12-02-step.json", bench="load", impl="ours")
+    assert memory.base_bytes(shape, setup) / GIB == pytest.approx(load["peak_gib"], abs=0.001)
+
+
+@pytest.mark.parametrize("policy", ["on_device", "offload_all", "auto"])
+@pytest.mark.parametrize("tokens", [2048, 8192])
+def test_measured_layers_of_gpt_oss(tokens: int, policy: str) -> None:
+    """Six layers in bf16 whose norms train; the formulas take a LoRA of rank 1 on attention in their place."""
+    asked = {"impl": "checkpoint"} if policy == "on_device" else {"policy": policy}
+    (row,) = rows_of("h200-2026-12-02-offload-gpt-oss.json", ctx=tokens, **asked)
+    shape = replace(BUILT_IN["gpt-oss-20b"], layers=6, vocab=512)
+    config = unsloth_plugins.UnslothConfig(memory_policy=policy, offload_min_bytes=0)  # type: ignore[arg-type]
+    setup = Setup("bf16", 1, "attention", config=config)
+    chosen = Plan(0, False) if policy == "auto" else memory.least_plan(shape, setup)  # the row says: all layers kept
+    told = memory.step_peak(shape, setup, tokens, chosen)
+    assert -0.01 <= told.device_bytes / GIB / row["peak_gib"] - 1 <= 0.02
+    if policy == "offload_all":
+        assert told.host_bytes / GIB == pytest.approx(row["host_gib"], rel=0.01)
+
+
+def test_speeds_are_those_of_committed_rows() -> None:
+    for row in ROWS:
+        impl = {"triton": "ours_triton", "fa4": "ours"}[row.attention]
+        (measured,) = rows_of(row.source, bench="step", impl=impl, ctx=row.tokens, model=row.model, policy="auto")
+        assert measured["tok_s"] == row.tokens_per_s and row.card in measured["gpu"]
+        assert (measured["lora_rank"], measured["optimizer"]) == (32, "adamw_8bit") and measured["weights"] == row.dtype
+
+
+# --- what fits
+
+
+@pytest.mark.parametrize("policy", ["auto", "min_memory", "offload_all", "on_device"])
+@pytest.mark.parametrize(("model", "dtype"), [("gpt-oss-20b", "mxfp4"), ("mistral-7b", "nf4")])
+def test_the_longest_context_is_the_longest(model: str, dtype: Any, policy: Any) -> None:
+    report = plan(model, gpu="RTX 4090", dtype=dtype, memory_policy=policy, host_ram_gib=48)
+    assert report.longest and report.longest % 256 == 0
+    shape = find_shape(model)
+    assert report.usable_gib is not None
+    assert fits(shape, report.setup, report.longest, report.usable_gib, 48)
+    assert not fits(shape, report.setup, report.longest + 256, report.usable_gib, 48)
+    tokens = [limit.tokens for limit in report.limits]
+    assert tokens == sorted(tokens) and report.longest in tokens
+
+
+def test_memory_grows_with_tokens_under_every_policy() -> None:
+    shape = BUILT_IN["mistral-7b"]
+    for policy in ("auto", "min_memory", "offload_all", "on_device"):
+        setup = Setup("nf4", config=unsloth_plugins.UnslothConfig(memory_policy=policy))  # type: ignore[arg-type]
+        peaks = [predict(shape, setup, tokens).device_bytes for tokens in range(512, 100_000, 5000)]
+        assert peaks == sorted(peaks)
+
+
+def test_auto_spends_what_is_left_and_no_more() -> None:
+    shape, setup = BUILT_IN["gpt-oss-20b"], Setup("mxfp4")
+    before = 0
+    for cap in (24, 32, 40, 79):
+        told = predict(shape, setup, 8192, cap * GIB).device_bytes
+        assert before <= told <= cap * GIB
+        before = told
+
+
+def test_remedies_make_it_fit() -> None:
+    report = plan("gpt-oss-120b", gpu="H100", ctx=8192)
+    assert report.fits is False and report.need is not None
+    changes = [remedy.change for remedy in report.remedies]
+    assert "lora_rank=8" in changes and plan("gpt-oss-120b", gpu="H100", ctx=8192, lora_rank=8).fits
+    assert any("GH200" in change for change in changes)
+    shorter = plan("mistral-7b", dtype="nf4", vram_gib=24, ctx=2_000_000)
+    assert shorter.longest is not None and f"a context of {shorter.longest:,} tokens" in [
+        remedy.change for remedy in shorter.remedies
+    ]
+
+
+def test_host_memory_limits_too() -> None:
+    free, tight = (plan("mistral-7b", dtype="nf4", gpu="H100", host_ram_gib=ram) for ram in (None, 16))
+    assert free.longest is not None and tight.longest is not None and tight.longest < free.longest
+    budget = plan("mistral-7b", dtype="nf4", gpu="H100", host_memory_gib=8)
+    assert budget.longest is not None and budget.longest <= 8 * GIB // (32 * 4096 * 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu": "RTX 4091"}, "4090"),
+        ({"gpu": "H100", "vram_gib": 24}, "both"),
+        ({"ctx": 0}, "ctx"),
+        ({"vram_gib": -1}, "vram_gib"),
+        ({"lora_rank": 0}, "Full fine-tuning"),
+        ({"dtype": "int8"}, "nf4"),
+        ({"dtype": "nf4"}, "experts"),
+        ({"optimizer": "lion"}, "adamw_8bit"),
+        ({"memory_polcy": "auto"}, "memory_policy"),
+        ({"gpu": "T4"}, "bf16"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan("gpt-oss-20b", **options)
+
+
+def test_what_is_not_described_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="loss"):
+        plan("gpt-oss-20b", loss=None)
+    with pytest.raises(ConfigError, match="mxfp4"):
+        plan("mistral-7b", dtype="mxfp4")
+
+
+def test_cards_are_found_as_people_write_them() -> None:
+    for name in ("rtx4090", "NVIDIA GeForce RTX 4090", "4090"):
+        assert find_card(name)[0].gb == 24
+    assert find_card("nvidia a100 80gb")[0].gb == 80 and find_card("A100 40GB")[0].gb == 40
