@@ -114,7 +114,7 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
     total = 0
     for part, parameters in files.items():
         file = f"model-{part}.safetensors"
-        tensors = {name: _random(name, p, routing, draw, device).cpu() for name, p in parameters.items()}
+        tensors = {name: _random(name, p, routing, draw, device) for name, p in parameters.items()}
         if model in MISTRAL:
             tensors = _in_nf4(tensors, device)
         save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -133,7 +133,7 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
 
 
 def build_packed(config: Any, routing: str, device: torch.device) -> Any:
-    """A packed gpt-oss in bf16 on ``device`` with the weights that ``write_checkpoint`` writes, and no file.
+    """A packed gpt-oss in bf16 on ``device``, as random as ``write_checkpoint``'s, and no file or memory besides.
 
     Args:
         config: from ``config_of``, or another of gpt-oss.
@@ -149,8 +149,13 @@ def build_packed(config: Any, routing: str, device: torch.device) -> Any:
     draw = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_random(name, parameter, routing, draw, str(device)))
             parameter.requires_grad_(False)
+            if (fixed := _fixed(name, parameter, routing)) is not None:
+                parameter.copy_(fixed)
+            elif name.endswith("_blocks"):
+                parameter.random_(0, 256, generator=draw)
+            else:
+                parameter.normal_(std=0.02, generator=draw)
     return model.eval()
 
 
@@ -177,16 +182,23 @@ def _in_nf4(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Te
     return out
 
 
-def _random(name: str, like: torch.Tensor, routing: str, draw: torch.Generator, device: str) -> torch.Tensor:
-    if name.endswith("_blocks"):
-        return torch.randint(0, 256, like.shape, dtype=torch.uint8, device=device, generator=draw)
+def _fixed(name: str, like: torch.Tensor, routing: str) -> torch.Tensor | None:
+    """Parameters that are not drawn."""
     if name.endswith("_scales"):
         return torch.full(like.shape, _SCALE, dtype=torch.uint8)
     if "norm" in name:
         return torch.ones(like.shape, dtype=torch.bfloat16)
     if name.endswith("router.bias") and routing == "skewed":
         return skew_router(like.shape[0])
-    return (torch.randn(like.shape, device=device, generator=draw) * 0.02).to(torch.bfloat16)
+    return None
+
+
+def _random(name: str, like: torch.Tensor, routing: str, draw: torch.Generator, device: str) -> torch.Tensor:
+    if (fixed := _fixed(name, like, routing)) is not None:
+        return fixed
+    if name.endswith("_blocks"):
+        return torch.randint(0, 256, like.shape, dtype=torch.uint8, device=device, generator=draw).cpu()
+    return (torch.randn(like.shape, device=device, generator=draw) * 0.02).to(torch.bfloat16).cpu()
 
 
 def skew_router(experts: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from unsloth_plugins.core.device import DeviceMemory
 from unsloth_plugins.core.errors import UnsupportedError
@@ -26,25 +27,30 @@ def check_streamed(parts: ModelParts) -> None:
     """Raise where ``weights="streamed"`` can't be served.
 
     Raises:
-        UnsupportedError: there are no packed experts, or there are several processes.
+        UnsupportedError: there are no packed experts, several processes, or sharded parameters.
     """
-    if not packed_layers(parts):
+    packed = packed_layers(parts)
+    if not packed:
         raise UnsupportedError(
             expected="a model with packed MXFP4 experts for weights='streamed'",
             got=type(parts.causal_lm).__name__,
             remedy="Load it with load_mxfp4 or pack it with pack_experts, or use weights='auto'.",
         )
-    if _several_processes():
+    if (obstacle := _obstacle(packed)) is not None:
         raise UnsupportedError(
-            expected="one process for weights='streamed'",
-            got=f"{torch.distributed.get_world_size()}, whose DDP or FSDP wants all parameters on the device",
+            expected="one process with whole parameters for weights='streamed'",
+            got=f"{obstacle}: DDP and FSDP want all parameters on the device",
             remedy="Use weights='resident', or train in one process.",
         )
 
 
-def _several_processes() -> bool:
+def _obstacle(packed: list[PackedExperts]) -> str | None:
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return there and torch.distributed.get_world_size() > 1
+    if there and torch.distributed.get_world_size() > 1:
+        return f"{torch.distributed.get_world_size()} processes"
+    if any(isinstance(parameter, DTensor) for experts in packed for parameter in experts.parameters()):
+        return "sharded parameters"
+    return None
 
 
 def choose_weights(
@@ -60,8 +66,8 @@ def choose_weights(
         return choice == "streamed", "asked for"
     packed = packed_layers(parts)
     device: torch.device = packed[0].gate_up_proj_bias.device  # type: ignore[union-attr,assignment]
-    if _several_processes():
-        return False, "several processes"
+    if (obstacle := _obstacle(packed)) is not None:
+        return False, obstacle
     if not memory.is_known(device):
         return False, f"on {device.type} there is no device memory to spare"
     layer_bytes = max(2 * sum(getattr(experts, name).numel() for name in PROJECTIONS) for experts in packed)

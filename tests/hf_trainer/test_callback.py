@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments, set_seed
 
-from unsloth_plugins.core import applied_to
+from unsloth_plugins.core import applied_to, apply
 from unsloth_plugins.core.errors import ConfigError, ConflictError
+from unsloth_plugins.core.mxfp4 import pack_experts
+from unsloth_plugins.core.offload.weights import WeightStream
 from unsloth_plugins.hf_trainer import UnslothCallback, prepare_model
 
 LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
@@ -306,3 +310,23 @@ def test_several_gpus_in_one_process_are_refused(tmp_path: Path) -> None:
 def test_misspelt_option_names_the_right_one() -> None:
     with pytest.raises(ConfigError, match="loss_chunk_mib"):
         UnslothCallback(loss_chunk_mb=1)
+
+
+def test_streamed_experts_train_and_resume_like_resident_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied at once on the CPU, which stands for a device; the Trainer moves the model there and saves it."""
+    module = sys.modules[apply.__module__]
+    monkeypatch.setattr(module, "WeightStream", functools.partial(WeightStream, everywhere=True))
+    experts = dict(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    curves = []
+    for weights in ("resident", "streamed", "streamed, resumed"):
+        model = lora(pack_experts(tiny_gpt_oss()), **experts)
+        callback = UnslothCallback(weights=weights.split(",")[0], gradient_checkpointing=True)
+        folder = tmp_path / weights.split(",")[0]
+        args = arguments(folder, max_steps=6, save_strategy="steps", save_steps=3)
+        trainer = Trainer(model, args, train_dataset=Rows([20] * 12), callbacks=[callback])
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if "resumed" in weights else None)
+        curves.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        stream = callback.applied.stream
+        assert (stream is None) == (weights == "resident")
+        assert stream is None or (stream.sent_bytes > stream.host_bytes > 0)
+    assert curves[0] == curves[1] == curves[2] and len(curves[0]) == 6

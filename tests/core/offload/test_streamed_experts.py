@@ -210,10 +210,11 @@ def test_what_cannot_be_streamed_is_refused_and_changes_nothing(monkeypatch: pyt
     packed = pack_experts(tiny_gpt_oss())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(UnsupportedError, match="one process"):
+    with pytest.raises(UnsupportedError, match="got 2 processes"):
         apply(packed, weights="streamed")
+    assert applied_to(packed) is None
     parts: ModelParts = GPT_OSS.find(packed)  # type: ignore[assignment]
-    assert choose_weights(parts, "auto", _Card(1, 1)) == (False, "several processes")  # type: ignore[arg-type]
+    assert choose_weights(parts, "auto", _Card(1, 1)) == (False, "2 processes")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="weights"):
         apply(packed, weights="stream")  # type: ignore[call-overload]
 
