@@ -253,7 +253,7 @@ class Applied:
         choice = self.config.experts
         layers = [layer for layer in self.parts.layers if layer.experts is not None]
         if choice is None or not layers:
-            if choice in ("reference", "grouped_mm"):
+            if choice not in ("auto", None):
                 raise UnsupportedError(
                     expected=f"a model with recognised experts, for experts={choice!r}",
                     got=type(self.parts.causal_lm).__name__,
@@ -266,7 +266,7 @@ class Applied:
         for layer in layers:
             patch_experts(layer, self._patches, choice)
         routed = all(layer.router is not None for layer in layers)
-        if self.budget is not None and resolved == "grouped_mm" and routed and len(layers) == len(self.parts.layers):
+        if self.budget is not None and resolved != "reference" and routed and len(layers) == len(self.parts.layers):
             self.budget.holding_bytes = max(
                 holding_bytes(layer.experts, layer.router.top_k)  # type: ignore[arg-type,union-attr]
                 for layer in layers
@@ -336,7 +336,7 @@ class Applied:
         check_targets(self.parts)
         if missing_adapters(self.parts) and self.config.experts is None:
             raise UnsupportedError(
-                expected="experts='auto', 'reference' or 'grouped_mm' for LoRA on experts by target_modules",
+                expected="an implementation of experts for LoRA on experts by target_modules",
                 got="experts=None",
                 remedy="Leave `experts` out, or name the experts in target_parameters and let PEFT compute them.",
             )

@@ -11,7 +11,7 @@ from unsloth_plugins.core.errors import ConfigError
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "attention": ("auto", "triton", "fa4", "flex", "eager", None),
-    "experts": ("auto", "reference", "grouped_mm", None),
+    "experts": ("auto", "reference", "grouped_mm", "triton", None),
     "weights": ("auto", "resident", "streamed"),
     "layers": ("auto", "triton", "reference", None),
     "lora": ("auto", "fused", None),
@@ -32,9 +32,10 @@ class UnslothConfig:
     ``eager`` (plain PyTorch) take over every recognised attention and raise where they can't; ``None`` leaves all
     alone."""
 
-    experts: Literal["auto", "reference", "grouped_mm"] | None = "auto"
-    """Mixture-of-experts layers: ``grouped_mm`` is one grouped GEMM for all experts, ``reference`` a loop over them;
-    ``auto`` takes ``grouped_mm`` for bf16 experts on CUDA and ``reference`` elsewhere."""
+    experts: Literal["auto", "reference", "grouped_mm", "triton"] | None = "auto"
+    """Mixture-of-experts layers: ``grouped_mm`` and ``triton`` are one grouped GEMM for all experts, torch's (bf16 on
+    Hopper and Blackwell) and ours, ``reference`` is a loop over them. ``auto`` takes the first that runs: on CUDA a
+    grouped GEMM, but for bf16 below compute capability 8.0 and float64."""
 
     weights: Literal["auto", "resident", "streamed"] = "auto"
     """Where packed MXFP4 experts are: ``resident`` on the model's device, ``streamed`` in host memory, page-locked on

@@ -19,10 +19,10 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def supports_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether ``torch._grouped_mm`` runs natively: CUDA of compute capability 8.0 or newer, bf16."""
+    """Whether ``torch._grouped_mm`` has a kernel: bf16 on Hopper and Blackwell; elsewhere it is a loop in it."""
     if device.type != "cuda" or dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False
-    return torch.cuda.get_device_capability(device)[0] >= 8
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -19,7 +19,7 @@ def _chosen(x_MI: torch.Tensor, weight: Weight, lora: Sequence[ExpertLora], expe
     if isinstance(weight, PackedWeight):
         some = weight.chosen(expert_M).dense(x_MI.dtype)
     else:
-        some = weight[expert_M]
+        some = weight[expert_M].to(x_MI.dtype)
     y_MO = torch.bmm(x_MI[:, None], some)[:, 0]
     for term in lora:
         a_MrI, b_MrO = term.a_ErI[expert_M].to(x_MI.dtype), term.b_ErO[expert_M].to(x_MI.dtype)
@@ -44,11 +44,12 @@ def experts_few(
     than decoding them all; nothing waits for the device, but for experts on the host."""
     expert_M = index_NK.reshape(-1)
     wide = torch.promote_types(x_NH.dtype, torch.float32)
-    rows_MH = x_NH.repeat_interleave(index_NK.shape[1], dim=0)
+    compute = wide if x_NH.dtype == torch.float16 else x_NH.dtype  # see ``reference``
+    rows_MH = x_NH.to(compute).repeat_interleave(index_NK.shape[1], dim=0)
     gate_up_MJ = _chosen(rows_MH, gate_up_EHJ, gate_up_lora, expert_M).to(wide)
     if gate_up_bias_EJ is not None:
         gate_up_MJ = gate_up_MJ + gate_up_bias_EJ[expert_M].to(wide)
-    hidden_MI = activation(gate_up_MJ).to(x_NH.dtype)
+    hidden_MI = activation(gate_up_MJ).to(compute)
     y_MH = _chosen(hidden_MI, down_EIH, down_lora, expert_M).to(wide)
     if down_bias_EH is not None:
         y_MH = y_MH + down_bias_EH[expert_M].to(wide)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from unsloth_plugins.core.device import on
+from unsloth_plugins.core.experts.gemm import GEMMS, GroupedGemm
 from unsloth_plugins.core.experts.matmul import RANK_STEP, ExpertLora, Weight
 from unsloth_plugins.core.layers.swiglu import Swiglu
 from unsloth_plugins.core.mxfp4.weight import PackedWeight
@@ -35,6 +36,7 @@ class _Projection:
 
     weight_EKO: torch.Tensor
     a_ErI: torch.Tensor | None
+    gemm: GroupedGemm
 
     @property
     def inputs(self) -> int:
@@ -49,23 +51,25 @@ class _Projection:
         """Fill in s x A behind x."""
         if self.a_ErI is not None:
             x_MI = rows_MK[:, : self.inputs]
-            rows_MK[:, self.inputs :] = torch._grouped_mm(x_MI, self.a_ErI.transpose(1, 2), offs=ends_E)
+            rows_MK[:, self.inputs :] = self.gemm.product(x_MI, self.a_ErI.transpose(1, 2), ends_E)
 
     def __call__(self, rows_MK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        return torch._grouped_mm(rows_MK, self.weight_EKO, offs=ends_E)
+        return self.gemm.product(rows_MK, self.weight_EKO, ends_E)
 
     def transposed(self, dy_MO: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gradients [M, in + r] of the rows, and what reaches x by way of A, [M, in]."""
-        d_rows_MK = torch._grouped_mm(dy_MO, self.weight_EKO.transpose(1, 2), offs=ends_E)
+        d_rows_MK = self.gemm.product(dy_MO, self.weight_EKO.transpose(1, 2), ends_E)
         if self.a_ErI is None:
             return d_rows_MK, None
-        return d_rows_MK, torch._grouped_mm(d_rows_MK[:, self.inputs :], self.a_ErI, offs=ends_E)
+        return d_rows_MK, self.gemm.product(d_rows_MK[:, self.inputs :].to(dy_MO.dtype), self.a_ErI, ends_E)
 
 
-def _projection(weight: Weight, a: torch.Tensor | None, b: torch.Tensor | None, s: float, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+def _projection(
+    weight: Weight, a: torch.Tensor | None, b: torch.Tensor | None, s: float, dtype: torch.dtype, gemm: GroupedGemm
+) -> _Projection:
     n_experts, inputs, outputs = weight.shape
     if a is None or b is None:
-        return _Projection(weight.dense(dtype) if isinstance(weight, PackedWeight) else weight, None)
+        return _Projection(weight.dense(dtype) if isinstance(weight, PackedWeight) else weight, None, gemm)
     padding = -a.shape[1] % RANK_STEP
     a_ErI = F.pad((a.detach().float() * s).to(dtype), (0, 0, 0, padding)).contiguous()
     rank = a_ErI.shape[1]
@@ -76,11 +80,11 @@ def _projection(weight: Weight, a: torch.Tensor | None, b: torch.Tensor | None, 
         else:
             whole[..., :inputs] = weight.transpose(1, 2)
         whole[..., inputs:] = F.pad(b.detach(), (0, 0, 0, padding)).transpose(1, 2)
-        return _Projection(whole.transpose(1, 2), a_ErI)
+        return _Projection(whole.transpose(1, 2), a_ErI, gemm)
     whole = torch.empty((n_experts, inputs + rank, outputs), dtype=dtype, device=weight.device)
     whole[:, :inputs] = weight
     whole[:, inputs:] = F.pad(b.detach(), (0, 0, 0, padding))
-    return _Projection(whole, a_ErI)
+    return _Projection(whole, a_ErI, gemm)
 
 
 @dataclass(eq=False)
@@ -114,6 +118,17 @@ class _Layer:
     down_bias_EH: torch.Tensor | None
     scalings: tuple[float, float]
     activation: Swiglu
+    gemm: GroupedGemm
+
+    @property
+    def base(self) -> tuple[Weight | torch.Tensor | None, ...]:
+        """Weight and bias of the first projection and of the second."""
+        return self.gate_up, self.gate_up_bias_EJ, self.down, self.down_bias_EH
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Which of ``base`` need a gradient."""
+        return tuple(isinstance(each, torch.Tensor) and each.requires_grad for each in self.base)
 
     @property
     def n_experts(self) -> int:
@@ -121,8 +136,8 @@ class _Layer:
 
     def projections(self, x: torch.Tensor, adapters: Sequence[torch.Tensor | None]) -> tuple[_Projection, _Projection]:
         a1, b1, a2, b2 = adapters
-        first = _projection(self.gate_up, a1, b1, self.scalings[0], x.dtype)
-        return first, _projection(self.down, a2, b2, self.scalings[1], x.dtype)
+        first = _projection(self.gate_up, a1, b1, self.scalings[0], x.dtype, self.gemm)
+        return first, _projection(self.down, a2, b2, self.scalings[1], x.dtype, self.gemm)
 
 
 def _forward(
@@ -173,8 +188,8 @@ def _forward(
 class _Gradients:
     """Sums over tiles of one projection's adapter gradients, float32: dA [E, r, in] and dB [E, r, out]."""
 
-    def __init__(self, projection: _Projection, a: torch.Tensor | None, scaling: float) -> None:
-        self.projection, self.rank, self.scaling = projection, 0 if a is None else a.shape[1], scaling
+    def __init__(self, gemm: GroupedGemm, a: torch.Tensor | None, scaling: float) -> None:
+        self.gemm, self.rank, self.scaling = gemm, 0 if a is None else a.shape[1], scaling
         self.a: torch.Tensor | None = None
         self.b: torch.Tensor | None = None
 
@@ -182,16 +197,53 @@ class _Gradients:
         self, x_MI: torch.Tensor, dxa_Mr: torch.Tensor, xa_Mr: torch.Tensor, dy_MO: torch.Tensor, ends: Any
     ) -> None:
         """dA += s (dxa)^T x and dB += (s x A)^T dy, expert by expert."""
-        da = torch._grouped_mm(dxa_Mr.T, x_MI, offs=ends)
-        db = torch._grouped_mm(xa_Mr.T, dy_MO, offs=ends)
-        self.a = da.float() if self.a is None else self.a.add_(da)
-        self.b = db.float() if self.b is None else self.b.add_(db)
+        self.a = self.gemm.reduce(dxa_Mr, x_MI, ends, self.a)
+        self.b = self.gemm.reduce(xa_Mr, dy_MO, ends, self.b)
 
     def result(self, a: torch.Tensor | None, b: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """In the shapes and dtypes of the adapter."""
         if a is None or b is None or self.a is None or self.b is None:
             return None, None
-        return (self.a[:, : self.rank] * self.scaling).to(a.dtype), self.b[:, : self.rank].to(b.dtype)
+        return (self.a[:, : self.rank].float() * self.scaling).to(a.dtype), self.b[:, : self.rank].to(b.dtype)
+
+
+class _BaseGradients:
+    """Sums over tiles of the gradients of one projection's trained weight and bias, in float32."""
+
+    def __init__(self, gemm: GroupedGemm, weight: Weight, bias_EO: torch.Tensor | None) -> None:
+        self.gemm = gemm
+        self.weight = weight if isinstance(weight, torch.Tensor) and weight.requires_grad else None
+        self.bias_EO = bias_EO if bias_EO is not None and bias_EO.requires_grad else None
+        self._weight: torch.Tensor | None = None
+        self._bias_EO: torch.Tensor | None = None
+
+    def add_weight(self, x_MI: torch.Tensor, dy_MO: torch.Tensor, ends_E: torch.Tensor) -> None:
+        """dW += x^T dy, expert by expert, in the order in which W is stored."""
+        if self.weight is not None:
+            pair = (x_MI, dy_MO) if self.weight.stride(-1) == 1 else (dy_MO, x_MI)
+            self._weight = self.gemm.reduce(*pair, ends_E, self._weight)
+
+    def add_bias(self, share_ER: torch.Tensor, dy_RO: torch.Tensor) -> None:
+        """db += share dy."""
+        part_EO = _wide_product(share_ER, dy_RO)
+        self._bias_EO = part_EO if self._bias_EO is None else self._bias_EO.add_(part_EO)
+
+    def result(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """In the shapes and dtypes of weight and bias."""
+        d_weight, d_bias_EO = self._weight, self._bias_EO
+        if d_weight is not None and self.weight is not None:
+            d_weight = d_weight.to(self.weight.dtype)
+            d_weight = d_weight if self.weight.stride(-1) == 1 else d_weight.transpose(1, 2)
+        if d_bias_EO is not None and self.bias_EO is not None:
+            d_bias_EO = d_bias_EO.to(self.bias_EO.dtype)
+        return d_weight, d_bias_EO
+
+
+def _wide_product(x_EM: torch.Tensor, y_MO: torch.Tensor) -> torch.Tensor:
+    """x y in float32, 16-bit inputs as they are where the device multiplies them so."""
+    if x_EM.is_cuda and x_EM.dtype == y_MO.dtype != torch.float32:
+        return torch.mm(x_EM, y_MO, out_dtype=torch.float32)
+    return x_EM.float() @ y_MO.float()
 
 
 def _backward(
@@ -207,7 +259,12 @@ def _backward(
 
     a1, b1, a2, b2 = adapters
     first, second = layer.projections(x, adapters)
-    grads = _Gradients(first, a1, layer.scalings[0]), _Gradients(second, a2, layer.scalings[1])
+    grads = _Gradients(layer.gemm, a1, layer.scalings[0]), _Gradients(layer.gemm, a2, layer.scalings[1])
+    base = (
+        _BaseGradients(layer.gemm, layer.gate_up, layer.gate_up_bias_EJ),
+        _BaseGradients(layer.gemm, layer.down, layer.down_bias_EH),
+    )
+    experts_E1 = torch.arange(layer.n_experts, device=x.device)[:, None]
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     d_weight = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     for start in range(0, x.shape[0], TILE):
@@ -227,7 +284,8 @@ def _backward(
         has_more = more_MI is not None
         if more_MI is None:
             more_MI = torch.empty((count, second.inputs), dtype=x.dtype, device=x.device)
-        d_gate_up_MJ = torch.empty_like(gate_up_MJ) if held else gate_up_MJ  # held ones may be asked for again
+        in_place = not held and gate_up_MJ.dtype == x.dtype  # held ones may be asked for again
+        d_gate_up_MJ = gate_up_MJ if in_place else torch.empty_like(gate_up_MJ, dtype=x.dtype)
         d_weight_M = kernels.swiglu_backward(
             gate_up_MJ,
             layer.gate_up_bias_EJ,
@@ -239,27 +297,36 @@ def _backward(
             activation=layer.activation,
             out_MJ=d_gate_up_MJ,
         )
-        hidden_MI = more_MI  # what the kernel made of it
+        hidden_MI = more_MI.to(x.dtype)  # what the kernel made of it
         del gate_up_MJ
         d_weight[part] = d_weight_M[route.place_NK]
         if layer.down_bias_EH is not None:
             d_weight[part] += (dout[part].float() @ layer.down_bias_EH.float().T).gather(1, index_NK)
+        scale_M1 = weight_M[:, None].to(torch.float32)
+        if base[1].bias_EO is not None:
+            share_NKE = (index_NK[..., None] == experts_E1[:, 0]) * weight[part][..., None].float()
+            base[1].add_bias(share_NKE.sum(1).T, dout[part])
         if second.a_ErI is not None:
-            scale_M1 = weight_M[:, None].to(torch.float32)
             dha_Mr = (dh_MK[:, second.inputs :] * scale_M1).to(x.dtype)
-            ha_Mr = torch._grouped_mm(hidden_MI, second.a_ErI.transpose(1, 2), offs=ends_E)
+            ha_Mr = layer.gemm.product(hidden_MI, second.a_ErI.transpose(1, 2), ends_E)
             grads[1].add(hidden_MI, dha_Mr, (ha_Mr * scale_M1).to(x.dtype), dout_MH, ends_E)
+        if base[1].weight is not None:
+            base[1].add_weight(torch.mul(hidden_MI, scale_M1, out=hidden_MI), dout_MH, ends_E)
         del dh_MK, more_MI, hidden_MI, dout_MH
 
         d_rows_MK, more_MH = first.transposed(d_gate_up_MJ, ends_E)
         if first.a_ErI is not None:
             x_MI, xa_Mr = rows_MK[:, : first.inputs], rows_MK[:, first.inputs :]
-            dxa_Mr = d_rows_MK[:, first.inputs :].contiguous()
+            dxa_Mr = d_rows_MK[:, first.inputs :].to(x.dtype).contiguous()
             grads[0].add(x_MI, dxa_Mr, xa_Mr.contiguous(), d_gate_up_MJ, ends_E)
             del x_MI, xa_Mr, dxa_Mr
+        base[0].add_weight(rows_MK[:, : first.inputs], d_gate_up_MJ, ends_E)
+        if base[0].bias_EO is not None:
+            base[0].add_bias((route.expert_M == experts_E1).to(x.dtype), d_gate_up_MJ)
         kernels.combine(d_rows_MK[:, : first.inputs], route.place_NK, dx[part], more_MH=more_MH)
         del rows_MK, d_gate_up_MJ, d_rows_MK, more_MH  # or the next tile's would be made beside them
-    return dx, d_weight.to(weight.dtype), *grads[0].result(a1, b1), *grads[1].result(a2, b2)
+    of_adapters = (*grads[0].result(a1, b1), *grads[1].result(a2, b2))
+    return dx, d_weight.to(weight.dtype), *of_adapters, *base[0].result(), *base[1].result()
 
 
 class _Experts(torch.autograd.Function):
@@ -275,9 +342,11 @@ class _Experts(torch.autograd.Function):
         index: Any,
         x: Any,
         weight: Any,
-        *adapters: Any,
+        *parameters: Any,
     ):  # type: ignore[no-untyped-def]
-        ctx.layer, ctx.kept, ctx.present = layer, kept, present
+        """``parameters``: the adapters that are present, then the trained ones of ``layer.base``."""
+        adapters = parameters[: sum(present)]
+        ctx.layer, ctx.kept, ctx.present, ctx.trained = layer, kept, present, layer.trained
         held: list[torch.Tensor] = []
         with on(x.device):
             out = _forward(layer, x, weight, index, _spread(adapters, present), held if hold else None)
@@ -300,7 +369,7 @@ class _Experts(torch.autograd.Function):
             None,
             None,
             *out[:2],
-            *(g for g, there in zip(out[2:], ctx.present, strict=True) if there),
+            *(g for g, there in zip(out[2:], (*ctx.present, *ctx.trained), strict=True) if there),
         )
 
 
@@ -310,10 +379,9 @@ def _spread(adapters: Sequence[torch.Tensor], present: Sequence[bool]) -> list[t
     return [next(given) if there else None for there in present]
 
 
-def can_fuse(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None], *loras: Sequence[ExpertLora]) -> bool:
-    """Whether this function serves: frozen base weights, and at most one adapter without dropout a projection."""
-    frozen = not any(isinstance(part, torch.Tensor) and part.requires_grad for part in (*weights, *biases))
-    return frozen and all(len(lora) <= 1 and not any(term.dropout for term in lora) for lora in loras)
+def can_fuse(*loras: Sequence[ExpertLora]) -> bool:
+    """Whether this function serves: at most one adapter a projection, without dropout."""
+    return all(len(lora) <= 1 and not any(term.dropout for term in lora) for lora in loras)
 
 
 def experts_fused(
@@ -329,6 +397,7 @@ def experts_fused(
     gate_up_lora: Sequence[ExpertLora] = (),
     down_lora: Sequence[ExpertLora] = (),
     hold: bool = False,
+    gemm: GroupedGemm = GEMMS["grouped_mm"],
 ) -> torch.Tensor:
     """See ``op.experts``; N tokens here are all, not one tile. ``can_fuse`` says when it may be called."""
     given: list[torch.Tensor | None] = []
@@ -337,11 +406,14 @@ def experts_fused(
     present = tuple(tensor is not None for tensor in given)
     adapters = [tensor for tensor in given if tensor is not None]
     scalings = tuple(lora[0].scaling if lora else 1.0 for lora in (gate_up_lora, down_lora))
-    layer = _Layer(gate_up_EHJ, gate_up_bias_EJ, down_EIH, down_bias_EH, scalings, activation)  # type: ignore[arg-type]
+    layer = _Layer(gate_up_EHJ, gate_up_bias_EJ, down_EIH, down_bias_EH, scalings, activation, gemm)  # type: ignore[arg-type]
     x_NH = x_NH.contiguous()
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x_NH, weight_NK, *adapters))
+    trained = [each for each, needed in zip(layer.base, layer.trained, strict=True) if needed]
+    wanted = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in (x_NH, weight_NK, *adapters)))
     if not wanted:
         with on(x_NH.device):
             return _forward(layer, x_NH, weight_NK, index_NK, given)
+    if not any(t.requires_grad for t in (x_NH, weight_NK, *adapters)):  # only the base is trained
+        x_NH = x_NH.detach().requires_grad_()
     kept, (index_NK, x_NH, weight_NK, *adapters) = keep(index_NK, x_NH, weight_NK, *adapters)
-    return _Experts.apply(layer, kept, present, hold, index_NK, x_NH, weight_NK, *adapters)  # type: ignore[no-any-return]
+    return _Experts.apply(layer, kept, present, hold, index_NK, x_NH, weight_NK, *adapters, *trained)  # type: ignore[no-any-return]

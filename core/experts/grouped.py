@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from unsloth_plugins.core.experts.matmul import ExpertLora, Weight, grouped_matmul
+from unsloth_plugins.core.experts.gemm import GEMMS, GroupedGemm
+from unsloth_plugins.core.experts.matmul import ExpertLora, Rows, Weight, grouped_matmul
 from unsloth_plugins.core.layers.swiglu import Swiglu
 
 
@@ -22,21 +23,22 @@ def experts_grouped(
     activation: Swiglu,
     gate_up_lora: Sequence[ExpertLora] = (),
     down_lora: Sequence[ExpertLora] = (),
+    gemm: GroupedGemm = GEMMS["grouped_mm"],
 ) -> torch.Tensor:
     """See ``op.experts``; J = 2 I. No atomics: each token gathers its K results and sums them in float32 or wider."""
     n_experts, top_k = gate_up_EHJ.shape[0], index_NK.shape[1]
     flat_M = index_NK.reshape(-1)
     order_M = flat_M.argsort(stable=True)
     expert_M = flat_M[order_M]
-    ends_E = torch.bincount(flat_M, minlength=n_experts).cumsum(0).to(torch.int32)
+    rows = Rows(torch.bincount(flat_M, minlength=n_experts).cumsum(0).to(torch.int32), gemm)
     sorted_MH = x_NH[order_M // top_k]
     # Biases are added in float32: their gradients are sums over tokens, which bf16 would round at every addition.
     wide = torch.promote_types(x_NH.dtype, torch.float32)
-    gate_up_MJ = grouped_matmul(sorted_MH, gate_up_EHJ, gate_up_lora, ends_E).to(wide)
+    gate_up_MJ = grouped_matmul(sorted_MH, gate_up_EHJ, gate_up_lora, rows).to(wide)
     if gate_up_bias_EJ is not None:
         gate_up_MJ = gate_up_MJ + gate_up_bias_EJ.to(wide)[expert_M]
     hidden_MI = activation(gate_up_MJ).to(x_NH.dtype)
-    y_MH = grouped_matmul(hidden_MI, down_EIH, down_lora, ends_E).to(wide)
+    y_MH = grouped_matmul(hidden_MI, down_EIH, down_lora, rows).to(wide)
     if down_bias_EH is not None:
         y_MH = y_MH + down_bias_EH.to(wide)[expert_M]
     back_M = order_M.argsort()

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from unsloth_plugins.core.experts.gemm import GroupedGemm
 from unsloth_plugins.core.mxfp4.weight import PackedWeight
 
 Weight = torch.Tensor | PackedWeight
@@ -37,30 +38,38 @@ class ExpertLora:
     dropout: float = 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """How rows sorted by expert are multiplied: where those of each expert end (int32), and by which GEMM."""
+
+    ends_E: torch.Tensor
+    gemm: GroupedGemm
+
+
 class _PackedProduct(torch.autograd.Function):
     """x W with W decoded in forward and once more in backward, so that only the bytes are kept."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_MI: torch.Tensor, weight: PackedWeight, expert: int | None, ends_E: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.weight, ctx.expert, ctx.ends_E = weight, expert, ends_E
-        dense = weight.dense(x_MI.dtype, expert)
-        return x_MI @ dense if ends_E is None else torch._grouped_mm(x_MI, dense, offs=ends_E)
+    def forward(ctx: Any, x_MI: torch.Tensor, weight: PackedWeight, expert: int | Rows) -> torch.Tensor:
+        ctx.weight, ctx.expert, ctx.dtype = weight, expert, x_MI.dtype
+        if isinstance(expert, int):
+            return x_MI @ weight.dense(x_MI.dtype, expert)
+        return expert.gemm.product(x_MI, weight.dense(x_MI.dtype), expert.ends_E)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        (dy_MO,) = grads
-        transposed = ctx.weight.dense(dy_MO.dtype, ctx.expert).transpose(-1, -2)
-        dx_MI = dy_MO @ transposed if ctx.ends_E is None else torch._grouped_mm(dy_MO, transposed, offs=ctx.ends_E)
-        return dx_MI, None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        dy_MO = grads[0].to(ctx.dtype).contiguous()
+        if isinstance(ctx.expert, int):
+            return dy_MO @ ctx.weight.dense(ctx.dtype, ctx.expert).transpose(-1, -2), None, None
+        transposed = ctx.weight.dense(ctx.dtype).transpose(-1, -2)
+        return ctx.expert.gemm.product(dy_MO, transposed, ctx.expert.ends_E).to(ctx.dtype), None, None
 
 
 def expert_matmul(x_MI: torch.Tensor, weight: Weight, lora: Sequence[ExpertLora], expert: int) -> torch.Tensor:
     """``x W_e`` plus the LoRA terms of expert e, [M, O]."""
     if isinstance(weight, PackedWeight):
-        y_MO = _PackedProduct.apply(x_MI, weight, expert, None)
+        y_MO = _PackedProduct.apply(x_MI, weight, expert)
     else:
         y_MO = x_MI @ weight[expert].to(x_MI.dtype)
     for term in lora:
@@ -69,22 +78,17 @@ def expert_matmul(x_MI: torch.Tensor, weight: Weight, lora: Sequence[ExpertLora]
     return y_MO
 
 
-def grouped_matmul(
-    x_MI: torch.Tensor, weight: Weight, lora: Sequence[ExpertLora], ends_E: torch.Tensor
-) -> torch.Tensor:
-    """The same for rows sorted by expert, in one grouped GEMM each for the base, A and B.
-
-    Args:
-        ends_E: int32, where the rows of each expert end.
-    """
+def grouped_matmul(x_MI: torch.Tensor, weight: Weight, lora: Sequence[ExpertLora], rows: Rows) -> torch.Tensor:
+    """The same for rows sorted by expert, in one grouped GEMM each for the base, A and B; float32 in float16."""
     if isinstance(weight, PackedWeight):
-        y_MO = _PackedProduct.apply(x_MI, weight, None, ends_E)
+        y_MO = _PackedProduct.apply(x_MI, weight, rows)
     else:
-        y_MO = torch._grouped_mm(x_MI, weight, offs=ends_E)
+        y_MO = rows.gemm.product(x_MI, weight, rows.ends_E)
     for term in lora:
         a_ErI, b_ErO = term.a_ErI.to(x_MI.dtype), term.b_ErO.to(x_MI.dtype)
         if missing := -a_ErI.shape[1] % RANK_STEP:
             a_ErI, b_ErO = F.pad(a_ErI, (0, 0, 0, missing)), F.pad(b_ErO, (0, 0, 0, missing))
-        xa_Mr = torch._grouped_mm(F.dropout(x_MI, term.dropout), a_ErI.contiguous().transpose(-1, -2), offs=ends_E)
-        y_MO = y_MO + torch._grouped_mm(xa_Mr * term.scaling, b_ErO.contiguous(), offs=ends_E)
+        dropped_MI, a_EIr = F.dropout(x_MI, term.dropout), a_ErI.contiguous().transpose(-1, -2)
+        xa_Mr = (rows.gemm.product(dropped_MI, a_EIr, rows.ends_E) * term.scaling).to(x_MI.dtype)
+        y_MO = y_MO + rows.gemm.product(xa_Mr, b_ErO.contiguous(), rows.ends_E)
     return y_MO

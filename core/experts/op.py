@@ -13,16 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from unsloth_plugins.core.device import supports_grouped_mm
+from unsloth_plugins.core.device import supports_grouped_mm, why_no_triton
 from unsloth_plugins.core.errors import ShapeError, UnsupportedError
 from unsloth_plugins.core.experts.few import experts_few
 from unsloth_plugins.core.experts.fused import can_fuse, experts_fused
+from unsloth_plugins.core.experts.gemm import GEMMS
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
 from unsloth_plugins.core.experts.reference import experts_loop
 from unsloth_plugins.core.layers.swiglu import GPT_OSS, Swiglu
 
 _HALVES = (torch.bfloat16, torch.float16)
+Choice = Literal["auto", "reference", "grouped_mm", "triton"]
+_NEEDS = {
+    "grouped_mm": "bf16 experts on a CUDA device of compute capability 9.x or 10.x for experts='grouped_mm'",
+    "triton": "bf16, fp16 or fp32 experts on a CUDA device that triton compiles for, for experts='triton'",
+}
 
 
 class _WideProduct(torch.autograd.Function):
@@ -66,24 +72,35 @@ def top_k_routing(
         return logits_NE, (top_NK - logits_NE.logsumexp(-1, keepdim=True)).exp(), index_NK
 
 
+def _why_no_gemm(kind: Literal["grouped_mm", "triton"], device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a grouped GEMM does not run natively, or ``None``."""
+    if kind == "grouped_mm":
+        return None if supports_grouped_mm(device, dtype) else f"{dtype} on {device}"
+    if dtype not in (*_HALVES, torch.float32):
+        return f"{dtype} on {device}"
+    return why_no_triton(device, dtype)
+
+
 def resolve_implementation(
-    choice: Literal["auto", "reference", "grouped_mm"], device: torch.device, dtype: torch.dtype
-) -> tuple[Literal["reference", "grouped_mm"], str]:
+    choice: Choice, device: torch.device, dtype: torch.dtype
+) -> tuple[Literal["reference", "grouped_mm", "triton"], str]:
     """What ``choice`` means on this device, and why.
 
     Raises:
-        UnsupportedError: ``grouped_mm`` was asked for and does not run here.
+        UnsupportedError: a grouped GEMM was asked for that does not run here.
     """
-    able = supports_grouped_mm(device, dtype)
-    if choice == "grouped_mm" and not able:
-        raise UnsupportedError(
-            expected="bf16 experts on a CUDA device of compute capability >= 8.0 for experts='grouped_mm'",
-            got=f"{dtype} on {device}",
-            remedy="Use experts='auto'.",
-        )
-    if choice == "reference" or not able:
-        return "reference", "asked for" if choice == "reference" else f"no grouped GEMM for {dtype} on {device.type}"
-    return "grouped_mm", "bf16 on CUDA"
+    if choice == "reference":
+        return "reference", "asked for"
+    if choice != "auto":
+        if (reason := _why_no_gemm(choice, device, dtype)) is not None:
+            raise UnsupportedError(expected=_NEEDS[choice], got=reason, remedy="Use experts='auto'.")
+        return choice, "asked for"
+    name = str(dtype).removeprefix("torch.")
+    if _why_no_gemm("grouped_mm", device, dtype) is None:
+        return "grouped_mm", f"{name} on CUDA"
+    if (reason := _why_no_gemm("triton", device, dtype)) is None:
+        return "triton", f"{name} on CUDA, where torch has no grouped GEMM for it"
+    return "reference", f"no grouped GEMM for {reason}"
 
 
 def experts(
@@ -98,7 +115,7 @@ def experts(
     activation: Swiglu = GPT_OSS,
     gate_up_lora: Sequence[ExpertLora] = (),
     down_lora: Sequence[ExpertLora] = (),
-    implementation: Literal["reference", "grouped_mm"] = "reference",
+    implementation: Literal["reference", "grouped_mm", "triton"] = "reference",
     hold: bool = False,
 ) -> torch.Tensor:
     """``sum_k weight_nk * (activation(x_n W_gate_up[e] + b) W_down[e] + b')`` with e = index_nk, differentiable in all.
@@ -111,9 +128,9 @@ def experts(
         index_NK, weight_NK: from ``top_k_routing``.
         activation: how gate and up lie in J, and what becomes of them.
         gate_up_lora, down_lora: adapters, in any floating dtype; the products are in the dtype of ``x_NH``.
-        implementation: ``grouped_mm`` works through the tokens in tiles and keeps only its input, where the base is
-            frozen and a projection has at most one adapter, without dropout; otherwise it keeps the activations.
-            A few tokens without gradients take only the matrices of their own experts.
+        implementation: ``grouped_mm`` and ``triton``, which differ in the grouped GEMM, work through the tokens in
+            tiles and keep only the input, where a projection has at most one adapter, without dropout; otherwise they
+            keep the activations. A few tokens without gradients take only the matrices of their own experts.
         hold: let the tiled form keep the first projection's output, 4 I K bytes a token, and not recompute it in
             backward. The other forms keep it in any case.
 
@@ -140,11 +157,11 @@ def experts(
                     remedy="Unfold PEFT's lora_A as (E, r, in) and its lora_B as (out, r, E).",
                 )
     run: Any = experts_loop
-    if implementation == "grouped_mm":
-        fusible = x_NH.is_cuda and can_fuse(
-            (gate_up_EHJ, down_EIH), (gate_up_bias_EJ, down_bias_EH), gate_up_lora, down_lora
-        )
+    if implementation != "reference":
+        gemm = GEMMS[implementation]
+        fusible = x_NH.is_cuda and can_fuse(gate_up_lora, down_lora)
         run = functools.partial(experts_fused, hold=hold) if fusible else experts_grouped
+        run = functools.partial(run, gemm=gemm)
         if fusible and not torch.is_grad_enabled() and index_NK.numel() < n_experts:
             run = experts_few
     return run(

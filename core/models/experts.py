@@ -163,9 +163,10 @@ def _mlp_forward(self: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def holding_bytes(layer_experts: nn.Module, top_k: int) -> int:
-    """What ``hold`` of ``core.experts`` takes for one token, in 16 bits."""
+    """What ``hold`` of ``core.experts`` takes for one token: two bytes a number in bf16, four in float16."""
     weight: torch.Tensor = layer_experts.gate_up_proj  # type: ignore[assignment]
-    return 2 * top_k * weight.shape[2 if getattr(layer_experts, "is_transposed", False) else 1]
+    width = 2 if weight.dtype == torch.bfloat16 else 4
+    return width * top_k * weight.shape[2 if getattr(layer_experts, "is_transposed", False) else 1]
 
 
 class PackedExperts(nn.Module):

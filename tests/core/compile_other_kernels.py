@@ -13,7 +13,8 @@ import torch
 import triton
 from compiling import assemble, compile_launch
 
-from unsloth_plugins.core.experts import kernels
+from unsloth_plugins.core.experts import kernels, triton_gemm
+from unsloth_plugins.core.experts.triton_gemm import grouped_product, grouped_reduce
 from unsloth_plugins.core.layers import GPT_OSS, Swiglu
 from unsloth_plugins.core.layers.triton_glu import gated_backward, gated_forward
 from unsloth_plugins.core.layers.triton_norm import rms_norm_backward, rms_norm_forward
@@ -64,7 +65,24 @@ def launch_all(dtype: torch.dtype) -> None:
         for grad in (True, False):
             rule: dict[str, Any] = dict(ignore_index=-100, label_smoothing=0.1, want_grad=grad)
             chunk_loss_in_place(logits, labels, factor, **rule)
+    launch_grouped(dtype)
     launch_layers(dtype)
+
+
+def launch_grouped(dtype: torch.dtype) -> None:
+    """Grouped GEMMs of gpt-oss-20b with LoRA and of Qwen3-30B-A3B, many rows and few, in 16 bits and in float32."""
+
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    for of in (dtype, torch.float32):
+        for experts, inputs, outputs in ((32, 2912, 5760), (128, 2048, 1536), (32, 32, 2880), (32, 2880, 32)):
+            ends, weight = empty(experts, of=torch.int32), empty(experts, inputs, outputs, of=of)
+            for rows in (32768, 40):
+                x, y = empty(rows, inputs, of=of), empty(rows, outputs, of=of)
+                grouped_product(x, weight, ends, torch.float32 if of == torch.float16 else of)
+                grouped_product(y, weight.transpose(1, 2), ends, torch.float32 if of == torch.float16 else of)
+                grouped_reduce(x, y, ends, grouped_reduce(x, y, ends, None))
 
 
 def launch_layers(dtype: torch.dtype) -> None:
@@ -93,6 +111,7 @@ def launch_layers(dtype: torch.dtype) -> None:
 
 if __name__ == "__main__":
     triton.runtime.JITFunction.run = note
+    triton_gemm.uses_tensor_cores = lambda x: int(sys.argv[1]) >= 80 and x.dtype != torch.float32
     launch_all(getattr(torch, sys.argv[2]))
     for launch in launched:
         built = compile_launch(launch, int(sys.argv[1]))
