@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from unsloth_plugins.core.errors import ShapeError
+from unsloth_plugins.core.errors import ConfigError, ShapeError
 from unsloth_plugins.core.loss.reference import (
     ChunkedLinearCrossEntropy,
     Transform,
@@ -24,6 +24,13 @@ def _check_labels(labels_N: torch.Tensor, n_vocab: int, ignore_index: int) -> No
             expected=f"labels in [0, {n_vocab}) or ignore_index={ignore_index}",
             got=f"{labels_N[wrong_N][0].item()}",
             remedy="The tokenizer and the model's vocabulary do not match, or padding was not set to ignore_index.",
+        )
+
+
+def _check_smoothing(label_smoothing: float) -> None:
+    if not 0 <= label_smoothing < 1:
+        raise ConfigError(
+            expected="label_smoothing in [0, 1)", got=str(label_smoothing), remedy="Pass 0 for none; 0.1 is common."
         )
 
 
@@ -63,9 +70,11 @@ def linear_cross_entropy(
         float32 scalar (float64 for float64). No label that counts gives 0 with zero gradients.
 
     Raises:
+        ConfigError: a smoothing out of range.
         ShapeError: shapes do not match, or a label is out of range.
     """
     n_vocab = weight_VH.shape[0]
+    _check_smoothing(label_smoothing)
     if hidden_NH.ndim != 2 or weight_VH.ndim != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
         raise ShapeError(
             expected="hidden_NH [N, H] and weight_VH [V, H] of one H",
@@ -110,15 +119,15 @@ class _SummedChunk(torch.autograd.Function):
     """The summed cross entropy of one chunk of logits, its gradient formed in forward."""
 
     @staticmethod
-    def forward(ctx, logits_CV, labels_C, ignore_index):  # type: ignore[no-untyped-def]
-        loss, grad_CV = _chunk_loss(logits_CV, labels_C, ignore_index, 0.0, ctx.needs_input_grad[0])
+    def forward(ctx, logits_CV, labels_C, ignore_index, label_smoothing):  # type: ignore[no-untyped-def]
+        loss, grad_CV = _chunk_loss(logits_CV, labels_C, ignore_index, label_smoothing, ctx.needs_input_grad[0])
         ctx.save_for_backward(grad_CV)
         return loss
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (grad_CV,) = ctx.saved_tensors
-        return grad_CV * grad, None, None
+        return grad_CV * grad, None, None, None
 
 
 def head_cross_entropy(
@@ -130,12 +139,14 @@ def head_cross_entropy(
     num_items: torch.Tensor | int | None = None,
     transform: Transform | None = None,
     ignore_index: int = -100,
+    label_smoothing: float = 0.0,
     chunk_mib: int = 512,
 ) -> torch.Tensor:
     """``linear_cross_entropy`` for any head (LoRA, quantised): each chunk is checkpointed and the head called on it.
 
-    Args and returns as ``linear_cross_entropy``; ``head`` maps [C, H] to [C, V] and is differentiated by torch.
+    Args, returns and errors as ``linear_cross_entropy``; ``head`` maps [C, H] to [C, V] and is differentiated by torch.
     """
+    _check_smoothing(label_smoothing)
     _check_labels(labels_N, n_vocab, ignore_index)
 
     def part(hidden_CH: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
@@ -143,7 +154,7 @@ def head_cross_entropy(
         if transform is not None:
             logits_CV = transform(logits_CV)
         logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-        return _SummedChunk.apply(logits_CV, labels_C, ignore_index)
+        return _SummedChunk.apply(logits_CV, labels_C, ignore_index, label_smoothing)
 
     tokens = chunk_tokens(n_vocab, chunk_mib)
     parts = [

@@ -60,7 +60,7 @@ def chunk_loss(
     loss, grad_CV = _chunk_loss(wide_CV, labels_C, ignore_index, label_smoothing, want_grad)
     if grad_CV is None:
         return loss, None
-    return loss, (grad_CV if factor is None else grad_CV * factor).to(raw_CV.dtype)
+    return loss, (grad_CV if factor is None else grad_CV.mul_(factor)).to(raw_CV.dtype)
 
 
 class ChunkedLinearCrossEntropy(torch.autograd.Function):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from unsloth_plugins.core.errors import ShapeError
+from unsloth_plugins.core.errors import ConfigError, ShapeError
 from unsloth_plugins.core.loss import LazyLogits, linear_cross_entropy
 from unsloth_plugins.core.loss.op import head_cross_entropy
 from unsloth_plugins.core.loss.reference import chunk_tokens
@@ -123,35 +128,91 @@ def test_label_out_of_range_names_the_label() -> None:
         linear_cross_entropy(hidden, weight, labels)
 
 
-def test_any_head_equals_the_linear_one() -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("num_items", [None, 50])
+def test_any_head_equals_torch(smoothing: float, softcap: float | None, num_items: int | None) -> None:
     hidden, weight, bias, labels = _inputs()
-    ours = head_cross_entropy(hidden, lambda x: F.linear(x, weight, bias), V, labels, chunk_mib=1)
-    truth = linear_cross_entropy(hidden, weight, labels, bias_V=bias, chunk_mib=1)
-    torch.testing.assert_close(ours, truth)
+
+    def cap(z: torch.Tensor) -> torch.Tensor:
+        return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+    options: dict[str, Any] = dict(num_items=num_items, transform=cap, label_smoothing=smoothing, chunk_mib=1)
+    ours = head_cross_entropy(hidden, lambda x: F.linear(x, weight, bias), V, labels, **options)
+    logits = cap(F.linear(hidden, weight, bias))
+    truth = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+    truth = truth / (num_items or (labels != -100).sum())
+    torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
     for got, want in zip(
-        torch.autograd.grad(ours, (hidden, weight, bias)),
-        torch.autograd.grad(truth, (hidden, weight, bias)),
+        torch.autograd.grad(3 * ours, (hidden, weight, bias)),
+        torch.autograd.grad(3 * truth, (hidden, weight, bias)),
         strict=True,
     ):
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
-def test_chunks_bound_the_logits_alive() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                self.numel = max(self.numel, out.numel())
-            return out
-
+@pytest.mark.parametrize("label", [V, -1])
+def test_any_head_names_a_label_out_of_range_and_learns_nothing_from_none(label: int) -> None:
     hidden, weight, _, labels = _inputs(torch.float32)
-    with Largest() as seen:
-        linear_cross_entropy(hidden, weight, labels, chunk_mib=1).backward()
-    assert seen.numel <= max(chunk_tokens(V, 1) * V, V * H) < N * V
+    nothing = head_cross_entropy(hidden, lambda x: F.linear(x, weight), V, torch.full_like(labels, -100), chunk_mib=1)
+    nothing.backward()
+    assert nothing.item() == 0 and not hidden.grad.any() and not weight.grad.any()
+    labels[3] = label
+    with pytest.raises(ShapeError, match=rf"labels in \[0, {V}\).*got {label}\."):
+        head_cross_entropy(hidden, lambda x: F.linear(x, weight), V, labels)
+
+
+def test_a_smoothing_out_of_range_is_refused() -> None:
+    hidden, weight, _, labels = _inputs()
+    for run in (
+        lambda: linear_cross_entropy(hidden, weight, labels, label_smoothing=1.0),
+        lambda: head_cross_entropy(hidden, lambda x: F.linear(x, weight), V, labels, label_smoothing=-0.1),
+    ):
+        with pytest.raises(ConfigError, match=r"label_smoothing in \[0, 1\)"):
+            run()
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes at once of tensors made inside, ``known`` ones and their views apart."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.known = {each.untyped_storage()._cdata for each in known}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                if storage._cdata in self.known:
+                    continue
+                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.alive = {key: value for key, value in self.alive.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(n_bytes for _, n_bytes in self.alive.values()))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["linear", "any head"])
+def test_case_30_all_that_is_alive_of_the_logits_fits_in_what_was_allowed(kind: str, dtype: torch.dtype) -> None:
+    """Not only the logits: their float32 copy and their gradient too, whatever the number of tokens."""
+    vocab, mib = 20_000, 2
+    for tokens in (64, 256):
+        torch.manual_seed(0)
+        hidden, weight = torch.randn(tokens, H).to(dtype).requires_grad_(), torch.randn(vocab, H).to(dtype)
+        labels = torch.randint(0, vocab, (tokens,))
+        with LiveBytes(hidden, weight, labels) as seen:
+            if kind == "linear":
+                loss = linear_cross_entropy(hidden, weight, labels, chunk_mib=mib)
+            else:
+                loss = head_cross_entropy(
+                    hidden, functools.partial(F.linear, weight=weight), vocab, labels, chunk_mib=mib
+                )
+            loss.backward()
+        gradients = 3 * hidden.untyped_storage().nbytes()
+        assert seen.peak <= 1.1 * mib * 2**20 + gradients < 12 * tokens * vocab
 
 
 class TestLazyLogits:

@@ -73,9 +73,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
 }
 
 
-def build(family: str) -> Any:
+def build(family: str, **options: Any) -> Any:
     name, more, _ = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**(SIZES | more))
+    config = getattr(transformers, f"{name}Config")(**(SIZES | more | options))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for module_name, parameter in model.named_parameters():
@@ -154,6 +154,43 @@ def test_generation_with_a_cache_and_left_padding(family: str, device: str, monk
         real = inputs["attention_mask"][row].bool()
         alone = ours.generate(inputs["input_ids"][row][real][None], **options)
         assert torch.equal(alone[0, -6:], got[row, -6:])
+
+
+# What cannot be taken over, by the family's structure: q, k and v in one projection.
+ATTENTION = {family: None if family.startswith("phi3") else "eager" for family in FAMILIES}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the references are tested")
+@pytest.mark.parametrize("family", ["smollm", *FAMILIES])
+def test_all_parts_together_give_stocks_numbers(family: str) -> None:
+    """Attention, layers, experts and loss; train and eval, padded, packed, and with a cache."""
+    stock = build("llama", tie_word_embeddings=True) if family == "smollm" else build(family)
+    ours = copy.deepcopy(stock)
+    attention: Any = ATTENTION.get(family, "eager")
+    unsloth_plugins.apply(ours, attention=attention, layers="reference", loss="chunked", loss_chunk_mib=1)
+    runs = batches("cpu")
+    if family == "gpt_oss":
+        del runs["packed"]  # stock's documents see each other
+    for name, batch in runs.items():
+        real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        # A padded token attends to nothing here and to everything in stock, so it may predict nothing.
+        before = nn.functional.pad(real, (1, 0), value=True)[:, :-1]
+        batch = batch | {"labels": batch["labels"].masked_fill(~before, -100)}
+        for train in (True, False):
+            (loss, logits, grads), got = (loss_and_grads(model, train=train, **batch) for model in (stock, ours))
+            torch.testing.assert_close(got[0], loss, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got[1][real], logits[real], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got[2], grads, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    options: dict[str, Any] = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    inputs = {key: runs["padded"][key] for key in ("input_ids", "attention_mask")}
+    want, got = (model.eval().generate(**inputs, **options) for model in (stock, ours))
+    assert torch.equal(want, got)
+    past, new = inputs["input_ids"][:1, :9], inputs["input_ids"][:1, 9:]
+    for model in (stock, ours):
+        with torch.no_grad():
+            cache = model(past, use_cache=True).past_key_values
+            steps = torch.cat([model(token[None], past_key_values=cache).logits + 0 for token in new.T], 1)
+        torch.testing.assert_close(steps, stock(inputs["input_ids"][:1]).logits[:, 9:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
