@@ -1,4 +1,4 @@
-"""Models of true size with random weights: gpt-oss in its published layout, Mistral in bitsandbytes' NF4.
+"""Models of true size with random weights: gpt-oss in its published layout, Mistral and Gemma in NF4.
 
 Written as checkpoints, or a packed gpt-oss built in memory.
 """
@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     BitsAndBytesConfig,
+    GemmaConfig,
     GptOssConfig,
-    GptOssForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -39,7 +39,7 @@ SIZES: dict[str, dict[str, int]] = {
         vocab_size=512,
     ),
 }
-MISTRAL: dict[str, dict[str, int]] = {
+DENSE: dict[str, dict[str, int]] = {
     "mistral-7b": dict(
         num_hidden_layers=32,
         hidden_size=4096,
@@ -56,21 +56,42 @@ MISTRAL: dict[str, dict[str, int]] = {
         num_key_value_heads=2,
         vocab_size=512,
     ),
+    "gemma-7b": dict(
+        num_hidden_layers=28,
+        hidden_size=3072,
+        intermediate_size=24576,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=256,
+        vocab_size=256000,
+    ),
+    "tiny-gemma": dict(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        vocab_size=512,
+    ),
 }
-WEIGHTS = dict.fromkeys(SIZES, ("mxfp4", "streamed", "bf16")) | dict.fromkeys(MISTRAL, ("nf4",))
+WEIGHTS = dict.fromkeys(SIZES, ("mxfp4", "streamed", "bf16")) | dict.fromkeys(DENSE, ("nf4",))
 _SCALE = 120  # 2 ** -7 times codes up to 6: a standard deviation near 0.02
 _SKEW = 3.0  # bias of the first expert over the last one's, for skewed routing
 
 
 def config_of(model: str, layers: int | None) -> Any:
     """The config of ``model``, with fewer layers where asked."""
-    size: dict[str, Any] = dict((SIZES | MISTRAL)[model])
+    size: dict[str, Any] = dict((SIZES | DENSE)[model])
     if layers:
         size["num_hidden_layers"] = layers
-    if model in MISTRAL:
-        size |= dict(sliding_window=None, max_position_embeddings=1 << 20, tie_word_embeddings=False)
-        return MistralConfig(**size, bos_token_id=0, pad_token_id=1, eos_token_id=2)
-    return GptOssConfig(**size, bos_token_id=0, pad_token_id=1, eos_token_id=2)
+    size |= dict(bos_token_id=0, pad_token_id=1, eos_token_id=2)
+    if model in SIZES:
+        return GptOssConfig(**size)
+    size["max_position_embeddings"] = 1 << 20
+    if "gemma" in model:
+        return GemmaConfig(**size)
+    return MistralConfig(**size, sliding_window=None, tie_word_embeddings=False)
 
 
 def find_or_write_checkpoint(folder: Path, model: str, layers: int | None, routing: str) -> None:
@@ -94,7 +115,7 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
 
     Args:
         folder: is created.
-        model: a key of ``SIZES`` or ``MISTRAL``.
+        model: a key of ``SIZES`` or ``DENSE``.
         layers: number of layers, ``None`` for all.
         routing: ``"balanced"`` (random router) or ``"skewed"`` (some experts get several times the tokens).
     """
@@ -103,7 +124,7 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draw = torch.Generator(device).manual_seed(0)
     with torch.device("meta"):
-        skeleton: Any = (MistralForCausalLM if model in MISTRAL else GptOssForCausalLM)(config)
+        skeleton: Any = AutoModelForCausalLM.from_config(config)
         if model in SIZES:
             replace_experts(skeleton)
     files: dict[str, dict[str, torch.Tensor]] = {}
@@ -115,7 +136,7 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
     for part, parameters in files.items():
         file = f"model-{part}.safetensors"
         tensors = {name: _random(name, p, routing, draw, device) for name, p in parameters.items()}
-        if model in MISTRAL:
+        if model in DENSE:
             tensors = _in_nf4(tensors, device)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, file)
@@ -124,7 +145,7 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
         json.dumps({"metadata": {"total_size": total}, "weight_map": index})
     )
     config.dtype, config.architectures = torch.bfloat16, [type(skeleton).__name__]
-    if model in MISTRAL:
+    if model in DENSE:
         config.quantization_config = NF4.to_dict()
     else:
         config.quantization_config = PackedMxfp4Config(["model.layers.*.self_attn", "lm_head"]).to_dict()
@@ -140,7 +161,7 @@ def build_packed(config: Any, routing: str, device: torch.device) -> Any:
         routing: as for ``write_checkpoint``.
     """
     with torch.device("meta"):
-        model: Any = GptOssForCausalLM(config)
+        model: Any = AutoModelForCausalLM.from_config(config)
         replace_experts(model)
     model.to(torch.bfloat16).to_empty(device=device)
     rotary = model.model.rotary_emb

@@ -1,4 +1,4 @@
-"""One training step of gpt-oss or Mistral-7B at true size, LoRA on all linear layers, batch 1, against its peers.
+"""One training step of gpt-oss, Mistral-7B or Gemma-7B at true size, LoRA on all linear layers, against its peers.
 
 Every implementation runs in a process of its own from the same checkpoint of random weights; they take turns, three
 steps in a row after one untimed one, and medians are reported. The learning rate is zero, so every step sees the same
@@ -50,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--expert-layers", type=int, help="LoRA on the experts of so many last layers (all; gpt-oss-120b: 4)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16"),
+        default="bfloat16",
+        help="of everything that is not packed, and of autocast (%(default)s); float16 with a gradient scaler",
     )
     parser.add_argument("--ctx", type=_lengths, default="2048,8192", help="lengths in tokens (%(default)s)")
     parser.add_argument("--cap-gib", type=float, default=79.0, help="memory cap (%(default)s, an 80 GB card)")
@@ -201,12 +207,15 @@ def run(options: argparse.Namespace) -> int:
     if options.weights not in WEIGHTS[options.model]:
         allowed = " or ".join(WEIGHTS[options.model])
         sys.exit(f"--weights: expected {allowed} for {options.model}; got {options.weights}.")
+    if options.dtype == "float16" and options.weights != "nf4":
+        sys.exit(f"--dtype float16: expected --weights nf4; got {options.weights}. gpt-oss runs in bfloat16 here.")
     head = rows.common("step", options.commit)
     head |= {
         "model": options.model,
         "layers": config_of(options.model, options.layers).num_hidden_layers,
         "lora_rank": options.lora_rank,
         "optimizer": options.optimizer,
+        "dtype": options.dtype,
         "routing": options.routing,
         "cap_gib": options.cap_gib,
         "expert_layers": expert_layers,
@@ -226,6 +235,7 @@ def run(options: argparse.Namespace) -> int:
             "rank": options.lora_rank,
             "policy": options.policy,
             "optimizer": options.optimizer,
+            "dtype": options.dtype,
             "cap_gib": options.cap_gib,
             "longest": max(options.ctx),
         }

@@ -44,7 +44,7 @@ def _ours(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     elif options["weights"] in ("mxfp4", "streamed"):
         base = load_mxfp4(options["path"], device_map=device_map)
     elif options["weights"] == "nf4":
-        base = _four_bit(options["path"], device_map)
+        base = _four_bit(options["path"], device_map, getattr(torch, options["dtype"]))
     else:
         base = _dequantised(options["path"], device_map)
     load = _memory() | {"load_s": round(time.perf_counter() - started, 1)}
@@ -79,7 +79,8 @@ def _transformers(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     device_map = {"": 0} if torch.cuda.is_available() else None
     if options["weights"] == "nf4":
         config = LoraConfig(r=options["rank"], lora_alpha=options["rank"], target_modules=TARGETS)
-        model = get_peft_model(_four_bit(options["path"], device_map), config)
+        base = _four_bit(options["path"], device_map, getattr(torch, options["dtype"]))
+        model = get_peft_model(base, config)
         _checkpointed(model)
         _deterministic_adapters(model)
         return model, {"backend": model.config._attn_implementation}
@@ -102,7 +103,7 @@ def _unsloth(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     model, _ = FastLanguageModel.from_pretrained(
         model_name=options["path"],
         max_seq_length=options["longest"],
-        dtype=torch.bfloat16,
+        dtype=getattr(torch, options["dtype"]),
         load_in_4bit=options["weights"] in ("mxfp4", "streamed", "nf4"),
         local_files_only=True,
         **({"unsloth_tiled_mlp": True} if options["impl"] == "unsloth_tiled" else {}),
@@ -139,11 +140,14 @@ def _dequantised(path: str, device_map: Any) -> Any:
     )
 
 
-def _four_bit(path: str, device_map: Any) -> Any:
-    import torch
+def _four_bit(path: str, device_map: Any, dtype: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, device_map=device_map)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map)
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.compute_dtype = dtype  # the checkpoint names one, which need not be this card's
+    return model
 
 
 def _checkpointed(model: Any) -> None:
@@ -190,13 +194,15 @@ def _reset_memory() -> None:
 class Stepper:
     """A model with an optimizer of learning rate zero: every step does the full work and sees the same weights."""
 
-    def __init__(self, model: Any, optimizer: str) -> None:
+    def __init__(self, model: Any, optimizer: str, dtype: str = "bfloat16") -> None:
         import torch
 
         self.torch, self.model = torch, model
         self.device = next(model.parameters()).device
         self.trainable = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = _optimizer(optimizer, self.trainable)
+        self.dtype = getattr(torch, dtype)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
     def step(self, ctx: int, *, norm: bool = False) -> tuple[float, float | None]:
         """One whole step on ``ctx`` random tokens; loss and, where asked, the gradient's norm."""
@@ -204,14 +210,16 @@ class Stepper:
         draw = torch.Generator(self.device).manual_seed(ctx)
         highest = min(200_000, self.model.config.vocab_size)
         ids = torch.randint(3, highest, (1, ctx), device=self.device, generator=draw)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+        with torch.autocast(self.device.type, dtype=self.dtype):
             loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
+        self.scaler.scale(loss).backward()
         length = None
         if norm:
+            self.scaler.unscale_(self.optimizer)
             norms = [p.grad.float().norm() for p in self.trainable if p.grad is not None]
             length = torch.stack(norms).norm().item()
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item(), length
 
@@ -271,7 +279,7 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, options["cap_gib"] / total))
     try:
         model, about = BUILDERS[options["impl"]](options)
-        stepper = Stepper(model, options["optimizer"])
+        stepper = Stepper(model, options["optimizer"], options["dtype"])
         about["trainable_params"] = sum(p.numel() for p in stepper.trainable)
         about["versions"] = versions()
         answer = about

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = {
@@ -16,6 +17,7 @@ FIELDS = {
     *("trainable_params", "optimizer", "policy", "backend", "routing", "cap_gib", "peak_gib", "reserved_gib"),
     *("host_gib", "step_s", "tok_s", "loss", "grad_norm"),
 }
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def bench(*options: str, model: str = "tiny") -> subprocess.CompletedProcess[str]:
@@ -65,12 +67,21 @@ def test_trainers_train_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mistral_in_four_bits_agrees_with_transformers(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    done = bench("--ctx", "64", "--repeats", "1", "--peers", "transformers", "--json", str(file), model="tiny-mistral")
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("tiny-mistral", "bfloat16"),
+        pytest.param("tiny-mistral", "float16", marks=[pytest.mark.gpu, NEEDS_CUDA]),  # no autocast of it on a CPU
+        ("tiny-gemma", "bfloat16"),
+    ],
+)
+def test_dense_models_in_four_bits_agree_with_transformers(model: str, dtype: str, tmp_path: Path) -> None:
+    file, options = tmp_path / "rows.json", ["--ctx", "64", "--repeats", "1", "--peers", "transformers"]
+    done = bench(*options, "--dtype", dtype, "--json", str(file), model=model)
     assert done.returncode == 0, done.stdout + done.stderr
     stock, ours = (row for row in json.loads(file.read_text()) if row["bench"] == "step")
     assert (stock["impl"], ours["impl"], ours["weights"]) == ("transformers", "ours", "nf4")
+    assert ours["dtype"] == dtype and ours["grad_norm"] > 0
     assert "They differ" not in done.stdout and ours["trainable_params"] == stock["trainable_params"] > 0
     assert bench("--weights", "mxfp4", model="tiny-mistral").returncode != 0
 
