@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -152,25 +153,58 @@ def test_saved_tensors_of_any_code_are_sent_once_and_backward_may_run_outside() 
     assert store.held_bytes == 0
 
 
-def test_diffusers_unet() -> None:
+def saved_bytes(run: Any) -> int:
+    """What autograd keeps on the device for backward, by storage; what a store has taken is not among it."""
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = run()
+    assert kept.requires_grad
+    return sum(sizes.values())
+
+
+def test_diffusers_unet_trains_with_equal_gradients_and_keeps_less() -> None:
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
-    unet = diffusers.UNet2DModel(
-        sample_size=8,
-        in_channels=3,
-        out_channels=3,
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=16,
+        in_channels=4,
+        out_channels=4,
         layers_per_block=1,
         block_out_channels=(8, 16),
         norm_num_groups=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=12,
+        attention_head_dim=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
     ).train()
-    x, time = torch.randn(2, 3, 8, 8), torch.tensor([3, 7])
+    x, time, text = torch.randn(2, 4, 16, 16), torch.tensor([3, 7]), torch.randn(2, 5, 12)
 
-    def grads() -> list[torch.Tensor]:
-        return list(torch.autograd.grad(unet(x, time).sample.square().sum(), list(unet.parameters())))
+    def run() -> torch.Tensor:
+        return unet(x, time, encoder_hidden_states=text).sample.square().sum()  # type: ignore[no-any-return]
 
-    want, store = grads(), late()
-    checkpoint_modules(unet, r"(down|up)_blocks\.\d+", store)
-    assert all(torch.equal(a, b) for a, b in zip(want, grads(), strict=True))
+    want, plain = torch.autograd.grad(run(), list(unet.parameters())), saved_bytes(run)
+    store = late()
+    done = checkpoint_modules(unet, r"(down|up)_blocks\.\d+|mid_block", store)
+    assert len(done.names) == 5
+    got = torch.autograd.grad(run(), list(unet.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     assert store.sent_bytes > 0 and store.held_bytes == 0
+    assert saved_bytes(run) < 0.2 * plain
+
+
+def test_mamba_keeps_less() -> None:
+    ids = torch.arange(24)[None]
+    model = mamba()
+
+    def run() -> torch.Tensor:
+        return model(input_ids=ids, labels=ids, use_cache=False).loss  # type: ignore[no-any-return]
+
+    plain = saved_bytes(run)
+    checkpoint_modules(model, r"backbone\.layers\.\d+", late())
+    assert saved_bytes(run) < 0.2 * plain
