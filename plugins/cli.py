@@ -1,4 +1,4 @@
-"""The command line: plan, merge, export, tokenizer, show-mask.
+"""The command line: plan, doctor, merge, export, tokenizer, show-mask.
 
 Results go to standard output, the rest to standard error.
 """
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from unsloth_plugins.core.errors import UnslothPluginsError
 from unsloth_plugins.core.export.tensors import Progress as Report
@@ -170,6 +171,35 @@ def plan(
     else:
         Console(soft_wrap=True).print(plan_text(report), markup=False, highlight=False)
     if report.fits is False:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Look at the GPU, packages, kernels, memory and disk: what works, what is broken, what would help.
+
+    Every kernel that runs here is compared with its reference in float64. Status 1 when something is broken.
+
+    **Examples**
+
+    `unsloth-plugins doctor`
+
+    `unsloth-plugins doctor --json`
+    """
+    from unsloth_plugins.core.doctor import examine
+
+    with _errors(as_json):
+        found = examine()
+    if as_json:
+        _print_json([asdict(finding) for finding in found])
+    else:
+        table = Table("", "state", "found", "would give")
+        colours = {"ok": "green", "missing": "yellow", "broken": "bold red"}
+        for finding in found:
+            state = Text(finding.state, style=colours[finding.state])
+            table.add_row(Text(finding.name), state, Text(finding.detail), Text(finding.gain))
+        Console().print(table)
+    if any(finding.state == "broken" for finding in found):
         raise typer.Exit(1)
 
 

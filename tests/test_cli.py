@@ -13,6 +13,7 @@ from merge_cases import logits, reload, save_llama, save_packed, small_tokenizer
 from typer.testing import CliRunner
 
 from unsloth_plugins.cli import app
+from unsloth_plugins.core import doctor
 
 
 def run(*arguments: object, status: int = 0) -> Any:
@@ -22,7 +23,7 @@ def run(*arguments: object, status: int = 0) -> Any:
     return done
 
 
-@pytest.mark.parametrize("command", ["plan", "merge", "export", "tokenizer", "show-mask"])
+@pytest.mark.parametrize("command", ["plan", "doctor", "merge", "export", "tokenizer", "show-mask"])
 def test_help_shows_examples(command: str) -> None:
     assert f"unsloth-plugins {command} " in run(command, "--help").output.replace("│", "")
     assert command in run("--help").output
@@ -120,3 +121,10 @@ def test_plan_says_what_fits(tmp_path: Path) -> None:
     assert {row["attention"] for row in fast["measured"]} == {"triton", "fa4"}
     assert "memory_policy" in run("plan", "gpt-oss-20b", "-o", "memory_polcy=auto", status=1).stderr
     run("plan", "gpt-oss-20b", "-o", "memory_policy", status=2)
+
+
+@pytest.mark.parametrize(("state", "status"), [("ok", 0), ("missing", 0), ("broken", 1)])
+def test_doctor_fails_when_something_is_broken(state: Any, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("[a] thing", state, "detail", "gain")])
+    assert "[a] thing" in run("doctor", status=status).stdout
+    assert json.loads(run("doctor", "--json", status=status).stdout)[0]["state"] == state
