@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma": "gemma",
+    "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
 }
 """transformers' model_type -> llama.cpp's architecture."""
@@ -43,6 +44,12 @@ _BLOCK = {
     "mlp.down_proj": "ffn_down",
 }
 _GPT_OSS_BLOCK = _BLOCK | {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
+_GEMMA3_BLOCK = _BLOCK | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_BLOCKS = {"gpt-oss": _GPT_OSS_BLOCK, "gemma3": _GEMMA3_BLOCK}
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -95,10 +102,14 @@ def head_size(config: dict[str, Any]) -> int:
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Rope settings, wherever this version of the config keeps them; ``rope_type`` and ``rope_theta`` always there."""
-    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    """Rope settings, wherever this version of the config keeps them; ``rope_type`` and ``rope_theta`` always there.
+
+    Of a Gemma 3, those of its full layers.
+    """
+    parameters = config.get("rope_parameters") or {}
+    rope = dict(config.get("rope_scaling") or {}) | dict(parameters.get("full_attention", parameters))
     rope.setdefault("rope_type", rope.get("type", "default"))
-    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    rope.setdefault("rope_theta", config.get("rope_theta", 1e6 if config["model_type"] == "gemma3_text" else 1e4))
     if rope["rope_type"] not in ("default", "linear", "yarn", "llama3"):
         raise UnsupportedError(
             expected="rope of type default, linear, yarn or llama3",
@@ -130,7 +141,7 @@ def pieces_of(merged: Merged) -> list[Piece]:
 def _convert(merged: Merged, arch: str, name: str, info: Info) -> list[Piece]:
     if name.endswith("rotary_emb.inv_freq"):
         return []
-    add = 1.0 if arch == "gemma" and name.endswith("norm.weight") else 0.0
+    add = 1.0 if arch in ("gemma", "gemma3") and name.endswith("norm.weight") else 0.0
 
     def plain(target: str, always_f32: bool = False) -> list[Piece]:
         def rows() -> Iterator[torch.Tensor]:
@@ -151,7 +162,7 @@ def _convert(merged: Merged, arch: str, name: str, info: Info) -> list[Piece]:
         if rest.startswith("mlp.experts."):
             return _experts(merged, block, name, info)
     module, _, kind = rest.rpartition(".")
-    table = _GPT_OSS_BLOCK if arch == "gpt-oss" else _BLOCK
+    table = _BLOCKS.get(arch, _BLOCK)
     if module not in table or kind not in ("weight", "bias"):
         raise _no_place(name, arch)
     target = f"{block}.{table[module]}.{kind}"
@@ -262,5 +273,40 @@ def add_metadata(writer: Any, merged: Merged, notes: list[str]) -> None:
         writer.add_expert_count(config["num_local_experts"])
         writer.add_expert_used_count(config.get("num_experts_per_tok") or config["experts_per_token"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
+    elif config["model_type"] == "gemma3_text":
+        _add_gemma3(writer, config, rope)
     elif window and config.get("use_sliding_window", True) and window < config["max_position_embeddings"]:
         notes.append(f"llama.cpp ignores this model's window of {window} tokens: longer texts differ.")
+
+
+def _add_gemma3(writer: Any, config: dict[str, Any], rope: dict[str, Any]) -> None:
+    """Sliding and full layers. What llama.cpp's graph has no setting for is refused where it is otherwise there.
+
+    Source: llama.cpp, ``gemma3``: its hyperparameters and its graph.
+    """
+    layers, pattern = config["num_hidden_layers"], config.get("sliding_window_pattern") or 6
+    full = [(n + 1) % pattern == 0 for n in range(layers)]
+    if kinds := config.get("layer_types"):
+        full = [kind == "full_attention" for kind in kinds]
+        pattern = full.index(True) + 1 if any(full) else layers + 1
+    local = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+    scale = config["hidden_size"] // config["num_attention_heads"] if layers == 62 else head_size(config)  # 62: 27B
+    for expected, got, good in (
+        ("full layers at equal distances", full, full == [(n + 1) % pattern == 0 for n in range(layers)]),
+        ("rope of type default or linear", rope["rope_type"], rope["rope_type"] in ("default", "linear")),
+        ("rope of type default in sliding layers", local, local.get("rope_type", "default") == "default"),
+        (f"query_pre_attn_scalar {scale}", scalar := config.get("query_pre_attn_scalar", 256), scalar == scale),
+        ("no attn_logit_softcapping", cap := config.get("attn_logit_softcapping"), cap is None),
+        ("attention that looks back only", "both ways", not config.get("use_bidirectional_attention")),
+    ):
+        if not good:
+            raise UnsupportedError(
+                expected=f"{expected}, as in llama.cpp's gemma3",
+                got=str(got),
+                remedy="Merge to safetensors, and convert that with llama.cpp's own converter.",
+            )
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(pattern)
+    writer.add_rope_freq_base_swa(float(local.get("rope_theta") or config.get("rope_local_base_freq") or 1e4))
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])

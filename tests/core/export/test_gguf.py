@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export import export_gguf, merge
 from unsloth_plugins.core.export.gguf import ggml_mxfp4
+from unsloth_plugins.core.export.gguf_layout import _add_gemma3, rope_of
 from unsloth_plugins.core.mxfp4 import decode
 
 
@@ -222,6 +223,57 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match=named):
             export_gguf(base, tmp_path / "m.gguf")
     assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".m*"))
+
+
+GEMMA3 = dict(
+    model_type="gemma3_text",
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    hidden_size=64,
+    head_dim=16,
+    query_pre_attn_scalar=16,
+    sliding_window=8,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            {"layer_types": ["full_attention", "full_attention", "sliding_attention", "full_attention"]},
+            "equal distances",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}}, "default or linear"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "in sliding layers"),
+        ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar 16"),
+        ({"attn_logit_softcapping": 50.0}, "no attn_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "looks back only"),
+    ],
+)
+def test_a_gemma3_that_llama_cpp_computes_otherwise_is_refused(change: dict[str, Any], named: str) -> None:
+    writer = gguf.GGUFWriter(None, "gemma3")
+    config = GEMMA3 | change
+    with pytest.raises(UnsupportedError, match=named):
+        _add_gemma3(writer, config, rope_of(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern", "local"),
+    [
+        ({}, 2, 10000.0),
+        ({"layer_types": ["sliding_attention"] * 4}, 5, 10000.0),
+        ({"layer_types": None, "sliding_window_pattern": 3, "rope_local_base_freq": 5000.0}, 3, 5000.0),  # older files
+        ({"num_hidden_layers": 62, "layer_types": None, "hidden_size": 672}, 6, 10000.0),  # the 27B model's scale
+    ],
+)
+def test_the_two_kinds_of_layers_of_a_gemma3(change: dict[str, Any], pattern: int, local: float) -> None:
+    writer = gguf.GGUFWriter(None, "gemma3")
+    config = GEMMA3 | change | ({"query_pre_attn_scalar": 168} if "hidden_size" in change else {})
+    _add_gemma3(writer, config, rope_of(config))
+    values = {name.removeprefix("gemma3."): field.value for name, field in writer.kv_data[0].items()}
+    assert values["attention.sliding_window_pattern"] == pattern and values["attention.sliding_window"] == 8
+    assert values["rope.freq_base_swa"] == local and rope_of(config)["rope_theta"] == 1e6
 
 
 def test_other_tokenizers_are_refused(tmp_path: Path) -> None:

@@ -298,3 +298,43 @@ def test_families_give_transformers_logprobs(tmp_path: Path, kind: str, options:
         got, best = llama.complete(ids, 4)
     _assert_close(best[0], first, 0.02)
     assert got == tokens
+
+
+_LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}
+_LOCAL = {"rope_type": "default", "rope_theta": 5e3}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(num_hidden_layers=6, final_logit_softcapping=5.0),  # five sliding layers, and a full one
+        dict(
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters={"full_attention": _LINEAR, "sliding_attention": _LOCAL},
+        ),
+    ],
+)
+def test_gemma3_continues_as_in_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, head_dim=32, query_pre_attn_scalar=32)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=8, vocab_size=49152)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **(sizes | options))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed" in name:
+                parameter.mul_(4)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.15)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir())
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert export_gguf(tmp_path / "model", tmp_path / "model.gguf", quant="f32").notes == []
+    ids = tokenizer("Call me Ishmael. Some years ago, never mind how long precisely, I sailed.").input_ids
+    assert len(ids) > 2 * sizes["sliding_window"]
+    tokens, first = _greedy(model, ids, 32)
+    assert len(set(tokens)) > 4
+    with LlamaCpp(tmp_path / "model.gguf") as llama:
+        got, best = llama.complete(ids, 32)
+    _assert_close(best[0], first, 0.02)
+    assert got == tokens
