@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -99,6 +100,18 @@ class Applied:
         self._adapters: tuple[str, ...] = ()
         self._why_weights = ""
         self._hook: torch.utils.hooks.RemovableHandle | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
+        memo[id(self)] = twin = object.__new__(Applied)
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise UnsupportedError(
+            expected="a model without patches, to pickle or torch.save it whole",
+            got=f"a {type(self.parts.causal_lm).__name__} that unsloth_plugins.apply has changed",
+            remedy="Call applied.undo() before, or save by save_pretrained or a state dict, which are as ever.",
+        )
 
     def report(self) -> str:
         """A table of what was changed, what was left alone, and why."""

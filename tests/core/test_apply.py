@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from conftest import TINY, batch_of, loss_and_grads, tiny_gpt_oss, tiny_llama, twin
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import PreTrainedModel
 
 from unsloth_plugins.core import UnslothConfig, applied_to, apply
 from unsloth_plugins.core.errors import ConfigError, ModelError, UnsupportedError
@@ -83,6 +86,22 @@ def test_config_changes_made_while_applied_survive_undo() -> None:
     model.config.use_cache = False
     applied.undo()
     assert model.config is original and original.use_cache is False and original._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_patched_model_is_pickled_after_undo_only(tiny: PreTrainedModel, wrap: bool) -> None:
+    targets = ["c_attn"] if tiny.config.model_type == "gpt2" else ["q_proj"]
+    model = get_peft_model(tiny, LoraConfig(r=2, target_modules=targets)) if wrap else tiny
+    batch = batch_of(2, 9)
+    wanted = model.eval()(**batch).logits
+    applied = apply(model, attention="auto" if "gpt2" in tiny.config.model_type else "eager")
+    for save in (pickle.dumps, lambda whole: torch.save(whole, io.BytesIO())):
+        with pytest.raises(UnsupportedError, match="applied.undo"):
+            save(model)
+    model(**batch)  # a refusal leaves it as it was
+    applied.undo()
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again(**batch).logits, wanted)
 
 
 @pytest.mark.parametrize(
