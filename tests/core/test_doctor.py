@@ -18,7 +18,7 @@ def by_name(found: list[Finding]) -> dict[str, Finding]:
 def test_a_machine_that_works(tmp_path: Path) -> None:
     found = by_name(doctor.examine(tmp_path))
     assert [finding for finding in found.values() if finding.state == "broken"] == []
-    assert found["torch"].detail == torch.__version__ and "gradients too" in found["attention: reference"].detail
+    assert found["torch"].detail == torch.__version__ and "gradients too" in found["attention: eager"].detail
     assert {"Python", "host memory", "disk"} <= set(found)
     for finding in found.values():
         assert finding.detail
@@ -45,7 +45,7 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gradient is not None and gradient.startswith("x: error")
     real = doctor.sink_attention
     monkeypatch.setattr(doctor, "sink_attention", lambda *given, **options: real(*given, **options | {"window": None}))
-    assert by_name(doctor.attention(cpu, torch.float32))["attention: reference"].state == "broken"
+    assert by_name(doctor.attention(cpu, torch.float32))["attention: eager"].state == "broken"
 
 
 def test_what_is_required_and_absent_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

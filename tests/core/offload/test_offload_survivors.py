@@ -151,9 +151,9 @@ class CountedAttention:
 def test_full_layers_of_gpt_oss_attend_once_less(every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ref = tiny_gpt_oss()
     ours, batch = twin(ref), batch_of(2, 16)
-    apply(ref, gradient_checkpointing=True, memory_policy="on_device", attention="reference")
+    apply(ref, gradient_checkpointing=True, memory_policy="on_device", attention="eager")
     options: dict[str, Any] = {"gradient_checkpointing": True, "offload_min_bytes": 0, "every_n_layers": every}
-    applied = apply(ours, attention="reference", **options)
+    applied = apply(ours, attention="eager", **options)
     assert applied.budget is not None
     one = 2 * 16 * (4 * 16 * 4 + 4 * 4)  # output and normaliser of a layer, float32
     applied.budget.memory = FakeMemory(2 * one)
