@@ -20,8 +20,9 @@ from simulated_copies import SimulatedCopies
 from unsloth_plugins.core import applied_to, apply
 from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 from unsloth_plugins.core.experts import ExpertLora, fused
+from unsloth_plugins.core.layers.swiglu import GPT_OSS
 from unsloth_plugins.core.models.binding import ModelParts
-from unsloth_plugins.core.models.gpt_oss import GPT_OSS
+from unsloth_plugins.core.models.gpt_oss import GPT_OSS as BINDING
 from unsloth_plugins.core.models.streaming import choose_weights
 from unsloth_plugins.core.mxfp4 import PackedWeight, encode, load_mxfp4, pack_experts
 from unsloth_plugins.core.mxfp4.weight import HostWeight
@@ -61,10 +62,12 @@ def _equal(one: Any, two: Any) -> bool:
     return same and all(torch.equal(one[2][name], two[2][name]) for name in one[2])
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_steps_and_evaluations_are_bit_equal_to_resident_ones(copies: SimulatedCopies, checkpointing: bool) -> None:
-    resident = _with_adapters(weights="resident", gradient_checkpointing=checkpointing)
-    streamed = _with_adapters(weights="streamed", gradient_checkpointing=checkpointing)
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "every_n_layers": 2}]
+)
+def test_steps_and_evaluations_are_bit_equal_to_resident_ones(copies: SimulatedCopies, options: dict[str, Any]) -> None:
+    resident = _with_adapters(weights="resident", **options)
+    streamed = _with_adapters(weights="streamed", **options)
     for seed in range(4):
         batch = batch_of(2, 17 + seed, seed=seed)
         assert _equal(loss_and_grads(resident, **batch), loss_and_grads(streamed, **batch))
@@ -190,7 +193,7 @@ class _Card:
 
 def test_auto_streams_where_a_step_has_no_room() -> None:
     base = pack_experts(tiny_gpt_oss())
-    parts: ModelParts = GPT_OSS.find(base)  # type: ignore[assignment]
+    parts: ModelParts = BINDING.find(base)  # type: ignore[assignment]
     layer = 2 * 2 * 4 * (64 * 192 + 96 * 64)  # two layers' experts in 16 bits
     for free, streamed in ((layer - 1, True), (layer, False)):
         assert choose_weights(parts, "auto", _Card(10**9, 10**9 - free))[0] is streamed  # type: ignore[arg-type]
@@ -213,7 +216,7 @@ def test_what_cannot_be_streamed_is_refused_and_changes_nothing(monkeypatch: pyt
     with pytest.raises(UnsupportedError, match="got 2 processes"):
         apply(packed, weights="streamed")
     assert applied_to(packed) is None
-    parts: ModelParts = GPT_OSS.find(packed)  # type: ignore[assignment]
+    parts: ModelParts = BINDING.find(packed)  # type: ignore[assignment]
     assert choose_weights(parts, "auto", _Card(1, 1)) == (False, "2 processes")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="weights"):
         apply(packed, weights="stream")  # type: ignore[call-overload]
@@ -269,8 +272,7 @@ def test_the_fused_experts_give_the_same_bits() -> None:
                 torch.zeros(5, 64),
                 index,
                 weight,
-                alpha=1.702,
-                limit=7.0,
+                activation=GPT_OSS,
                 gate_up_lora=(ExpertLora(a1, b1, 0.5),),
                 down_lora=(ExpertLora(a2, b2, 0.5),),
             )
