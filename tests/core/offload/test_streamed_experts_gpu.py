@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 EVERYTHING = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-@pytest.fixture(params=[False, True], ids=["", "delayed"])
+@pytest.fixture(params=[False, True], ids=["prompt", "delayed"])
 def _delay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that run late, as on a slow bus."""
     if request.param:
