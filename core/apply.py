@@ -32,6 +32,7 @@ from unsloth_plugins.core.models.experts import (
     PROJECTIONS,
     PackedExperts,
     holding_bytes,
+    keep_decoded,
     patch_expert_wrappers,
     patch_experts,
 )
@@ -223,6 +224,8 @@ class Applied:
         self.rows.append(row)
 
     def _before_decoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.budget is not None and not (module.training and torch.is_grad_enabled()):
+            self.budget.rest()
         if not module.training:
             return
         if _adapter_names(self.parts.causal_lm) != self._adapters:
@@ -295,6 +298,8 @@ class Applied:
         streamed, self._why_weights = choose_weights(self.parts, self.config.weights, DeviceMemory())
         if not streamed:
             self._note("weights", "left alone", f"packed experts stay with the model ({self._why_weights})")
+            if self.budget is not None and self.config.experts is not None:
+                self.budget.decoded = keep_decoded(packed, self._patches)
             return
         self.stream = WeightStream()
         for index, experts in enumerate(packed):

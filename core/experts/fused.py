@@ -1,8 +1,6 @@
 """The experts of one layer as one function that keeps only its input and works through the tokens in tiles.
 
-LoRA costs next to nothing: B is appended to the weights as further rows of the inner dimension and s x A to the sorted
-tokens as further columns, so one grouped GEMM accumulates base and adapter together in float32. Packed weights are
-decoded for the pass into such a buffer, dense ones with an adapter copied into one. Backward recomputes the first
+LoRA costs next to nothing, see ``projection``. Backward recomputes the first
 projection (unless its output was held) and the activation, tile by tile, and never the second: the routing weight's
 gradient is <dOut W^T, h> + <dOut, bias>.
 
@@ -16,75 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from unsloth_plugins.core.device import on
 from unsloth_plugins.core.experts.gemm import GEMMS, GroupedGemm
-from unsloth_plugins.core.experts.matmul import RANK_STEP, ExpertLora, Weight
+from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
+from unsloth_plugins.core.experts.projection import DecodedLayer, Projection, Term
 from unsloth_plugins.core.layers.swiglu import Swiglu
-from unsloth_plugins.core.mxfp4.weight import PackedWeight
 from unsloth_plugins.core.offload.tail import Kept, keep
 
 TILE = 8192
 """Tokens of one tile: enough rows to run grouped GEMMs at full speed."""
-
-
-@dataclass(eq=False)
-class _Projection:
-    """One projection for one pass: weights with B appended [E, in + r, out], and s A as [E, r, in]."""
-
-    weight_EKO: torch.Tensor
-    a_ErI: torch.Tensor | None
-    gemm: GroupedGemm
-
-    @property
-    def inputs(self) -> int:
-        return self.weight_EKO.shape[1] - (0 if self.a_ErI is None else self.a_ErI.shape[1])
-
-    def rows(self, count: int) -> torch.Tensor:
-        """Memory for sorted inputs with room for s x A."""
-        like = self.weight_EKO
-        return torch.empty((count, like.shape[1]), dtype=like.dtype, device=like.device)
-
-    def complete(self, rows_MK: torch.Tensor, ends_E: torch.Tensor) -> None:
-        """Fill in s x A behind x."""
-        if self.a_ErI is not None:
-            x_MI = rows_MK[:, : self.inputs]
-            rows_MK[:, self.inputs :] = self.gemm.product(x_MI, self.a_ErI.transpose(1, 2), ends_E)
-
-    def __call__(self, rows_MK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        return self.gemm.product(rows_MK, self.weight_EKO, ends_E)
-
-    def transposed(self, dy_MO: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gradients [M, in + r] of the rows, and what reaches x by way of A, [M, in]."""
-        d_rows_MK = self.gemm.product(dy_MO, self.weight_EKO.transpose(1, 2), ends_E)
-        if self.a_ErI is None:
-            return d_rows_MK, None
-        return d_rows_MK, self.gemm.product(d_rows_MK[:, self.inputs :].to(dy_MO.dtype), self.a_ErI, ends_E)
-
-
-def _projection(
-    weight: Weight, a: torch.Tensor | None, b: torch.Tensor | None, s: float, dtype: torch.dtype, gemm: GroupedGemm
-) -> _Projection:
-    n_experts, inputs, outputs = weight.shape
-    if a is None or b is None:
-        return _Projection(weight.dense(dtype) if isinstance(weight, PackedWeight) else weight, None, gemm)
-    padding = -a.shape[1] % RANK_STEP
-    a_ErI = F.pad((a.detach().float() * s).to(dtype), (0, 0, 0, padding)).contiguous()
-    rank = a_ErI.shape[1]
-    if isinstance(weight, PackedWeight) or weight.stride(-1) != 1:  # by outputs: what is appended are columns
-        whole = torch.empty((n_experts, outputs, inputs + rank), dtype=dtype, device=weight.device)
-        if isinstance(weight, PackedWeight):
-            weight.decode_into(whole[..., :inputs])
-        else:
-            whole[..., :inputs] = weight.transpose(1, 2)
-        whole[..., inputs:] = F.pad(b.detach(), (0, 0, 0, padding)).transpose(1, 2)
-        return _Projection(whole.transpose(1, 2), a_ErI, gemm)
-    whole = torch.empty((n_experts, inputs + rank, outputs), dtype=dtype, device=weight.device)
-    whole[:, :inputs] = weight
-    whole[:, inputs:] = F.pad(b.detach(), (0, 0, 0, padding))
-    return _Projection(whole, a_ErI, gemm)
 
 
 @dataclass(eq=False)
@@ -99,10 +39,10 @@ class _Routing:
 
 
 def _route(index_NK: torch.Tensor, n_experts: int) -> _Routing:
-    flat_M = index_NK.reshape(-1)
+    flat_M = index_NK.reshape(-1).to(torch.int16)  # radix sort takes a pass for each byte
     expert_M, order_M = flat_M.sort(stable=True)
-    edges_E = torch.arange(1, n_experts + 1, device=flat_M.device, dtype=flat_M.dtype)
-    ends_E = torch.searchsorted(expert_M, edges_E).to(torch.int32)
+    edges_E = torch.arange(1, n_experts + 1, device=flat_M.device, dtype=torch.int16)
+    ends_E = torch.searchsorted(expert_M, edges_E, out_int32=True)
     place_M = torch.empty_like(order_M)
     place_M[order_M] = torch.arange(order_M.shape[0], device=order_M.device)
     return _Routing(order_M // index_NK.shape[1], expert_M, ends_E, place_M.view_as(index_NK), order_M)
@@ -119,6 +59,7 @@ class _Layer:
     scalings: tuple[float, float]
     activation: Swiglu
     gemm: GroupedGemm
+    decoded: DecodedLayer | None
 
     @property
     def base(self) -> tuple[Weight | torch.Tensor | None, ...]:
@@ -134,10 +75,16 @@ class _Layer:
     def n_experts(self) -> int:
         return self.gate_up.shape[0]
 
-    def projections(self, x: torch.Tensor, adapters: Sequence[torch.Tensor | None]) -> tuple[_Projection, _Projection]:
+    def projections(
+        self, x: torch.Tensor, adapters: Sequence[torch.Tensor | None], written: int | None = None
+    ) -> tuple[Projection, Projection]:
+        """``written``: by which pass the adapters were last written into what is kept; ``None`` writes them."""
         a1, b1, a2, b2 = adapters
-        first = _projection(self.gate_up, a1, b1, self.scalings[0], x.dtype, self.gemm)
-        return first, _projection(self.down, a2, b2, self.scalings[1], x.dtype, self.gemm)
+        terms = Term(self.gate_up, a1, b1, self.scalings[0]), Term(self.down, a2, b2, self.scalings[1])
+        if self.decoded is not None and self.decoded.keeps(terms, x.dtype):
+            return self.decoded.projections(terms, x.dtype, self.gemm, written)
+        first, second = (Projection.of(term, x.dtype, self.gemm) for term in terms)
+        return first, second
 
 
 def _forward(
@@ -254,11 +201,12 @@ def _backward(
     index: torch.Tensor,
     adapters: Any,
     held: Sequence[torch.Tensor],
+    written: int | None,
 ) -> tuple[torch.Tensor | None, ...]:
     from unsloth_plugins.core.experts import kernels
 
     a1, b1, a2, b2 = adapters
-    first, second = layer.projections(x, adapters)
+    first, second = layer.projections(x, adapters, written)
     grads = _Gradients(layer.gemm, a1, layer.scalings[0]), _Gradients(layer.gemm, a2, layer.scalings[1])
     base = (
         _BaseGradients(layer.gemm, layer.gate_up, layer.gate_up_bias_EJ),
@@ -350,6 +298,7 @@ class _Experts(torch.autograd.Function):
         held: list[torch.Tensor] = []
         with on(x.device):
             out = _forward(layer, x, weight, index, _spread(adapters, present), held if hold else None)
+        ctx.written = None if layer.decoded is None else layer.decoded.writes
         if held:
             ctx.save_for_backward(*held)
         return out
@@ -360,7 +309,7 @@ class _Experts(torch.autograd.Function):
         index, x, weight, *adapters = ctx.kept.tensors()
         with on(x.device):
             spread = _spread(adapters, ctx.present)
-            out = _backward(ctx.layer, grads[0].contiguous(), x, weight, index, spread, ctx.saved_tensors)
+            out = _backward(ctx.layer, grads[0].contiguous(), x, weight, index, spread, ctx.saved_tensors, ctx.written)
         ctx.kept.over()
         return (
             None,
@@ -398,6 +347,7 @@ def experts_fused(
     down_lora: Sequence[ExpertLora] = (),
     hold: bool = False,
     gemm: GroupedGemm = GEMMS["grouped_mm"],
+    decoded: DecodedLayer | None = None,
 ) -> torch.Tensor:
     """See ``op.experts``; N tokens here are all, not one tile. ``can_fuse`` says when it may be called."""
     given: list[torch.Tensor | None] = []
@@ -406,7 +356,7 @@ def experts_fused(
     present = tuple(tensor is not None for tensor in given)
     adapters = [tensor for tensor in given if tensor is not None]
     scalings = tuple(lora[0].scaling if lora else 1.0 for lora in (gate_up_lora, down_lora))
-    layer = _Layer(gate_up_EHJ, gate_up_bias_EJ, down_EIH, down_bias_EH, scalings, activation, gemm)  # type: ignore[arg-type]
+    layer = _Layer(gate_up_EHJ, gate_up_bias_EJ, down_EIH, down_bias_EH, scalings, activation, gemm, decoded)  # type: ignore[arg-type]
     x_NH = x_NH.contiguous()
     trained = [each for each, needed in zip(layer.base, layer.trained, strict=True) if needed]
     wanted = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in (x_NH, weight_NK, *adapters)))

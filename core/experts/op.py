@@ -20,6 +20,7 @@ from unsloth_plugins.core.experts.fused import can_fuse, experts_fused
 from unsloth_plugins.core.experts.gemm import GEMMS
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
+from unsloth_plugins.core.experts.projection import DecodedLayer
 from unsloth_plugins.core.experts.reference import experts_loop
 from unsloth_plugins.core.layers.swiglu import GPT_OSS, Swiglu
 
@@ -117,6 +118,7 @@ def experts(
     down_lora: Sequence[ExpertLora] = (),
     implementation: Literal["reference", "grouped_mm", "triton"] = "reference",
     hold: bool = False,
+    decoded: DecodedLayer | None = None,
 ) -> torch.Tensor:
     """``sum_k weight_nk * (activation(x_n W_gate_up[e] + b) W_down[e] + b')`` with e = index_nk, differentiable in all.
 
@@ -133,6 +135,7 @@ def experts(
             keep the activations. A few tokens without gradients take only the matrices of their own experts.
         hold: let the tiled form keep the first projection's output, 4 I K bytes a token, and not recompute it in
             backward. The other forms keep it in any case.
+        decoded: where the tiled form may leave packed weights that it has decoded, for its next passes.
 
     Returns:
         [N, H] in the dtype of ``x_NH``. The weighted sum is float32 or wider.
@@ -160,7 +163,7 @@ def experts(
     if implementation != "reference":
         gemm = GEMMS[implementation]
         fusible = x_NH.is_cuda and can_fuse(gate_up_lora, down_lora)
-        run = functools.partial(experts_fused, hold=hold) if fusible else experts_grouped
+        run = functools.partial(experts_fused, hold=hold, decoded=decoded) if fusible else experts_grouped
         run = functools.partial(run, gemm=gemm)
         if fusible and not torch.is_grad_enabled() and index_NK.numel() < n_experts:
             run = experts_few

@@ -20,6 +20,7 @@ from torch import nn
 
 from unsloth_plugins.core.experts import ExpertLora, experts, top_k_routing
 from unsloth_plugins.core.experts.op import resolve_implementation
+from unsloth_plugins.core.experts.projection import DecodedExperts
 from unsloth_plugins.core.layers import GPT_OSS, Swiglu
 from unsloth_plugins.core.models.adapters import expert_adapters, linear_names_for_peft
 from unsloth_plugins.core.models.binding import LayerParts, ModelParts
@@ -31,6 +32,7 @@ from unsloth_plugins.core.offload.weights import StreamedPiece
 from unsloth_plugins.core.patches import PatchSet
 
 _CHOICE = "_unsloth_experts"
+DECODED = "_unsloth_decoded"  # where the decoded weights of the layer may stay
 STREAM = "_unsloth_stream"  # (stream, number of the layer) where the packed bytes stay on the host
 _A_LINEAR_LAYER = nn.utils.skip_init(nn.Linear, 1, 1)  # stands for any; only its class is looked at
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -76,6 +78,7 @@ def run_experts(
             down_lora=down_lora,
             implementation=implementation,
             hold=holds(),
+            decoded=vars(module).get(DECODED),
         )
     return out_NH.to(hidden.dtype).view_as(hidden)
 
@@ -167,6 +170,15 @@ def holding_bytes(layer_experts: nn.Module, top_k: int) -> int:
     weight: torch.Tensor = layer_experts.gate_up_proj  # type: ignore[assignment]
     width = 2 if weight.dtype == torch.bfloat16 else 4
     return width * top_k * weight.shape[2 if getattr(layer_experts, "is_transposed", False) else 1]
+
+
+def keep_decoded(layers: Sequence[PackedExperts], patches: PatchSet) -> DecodedExperts:
+    """Give each layer a place for its decoded weights, none of which is wanted yet."""
+    layer_bytes = max(2 * sum(getattr(layer, name).numel() for name in PROJECTIONS) for layer in layers)
+    decoded = DecodedExperts(layer_bytes, len(layers))
+    for layer, place in zip(layers, decoded.layers, strict=True):
+        patches.set(layer, DECODED, place)
+    return decoded
 
 
 class PackedExperts(nn.Module):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,6 +34,21 @@ class _Layer:
     surviving_bytes: int
 
 
+class Decoded(Protocol):
+    """Decoded weights that can be made again, see ``core.experts.projection.DecodedExperts``."""
+
+    @property
+    def held_bytes(self) -> int:
+        """On the device now."""
+
+    @property
+    def layer_bytes(self) -> int:
+        """What one layer takes."""
+
+    def keep(self, count: int) -> None:
+        """Of the last ``count`` layers; others are freed now."""
+
+
 class MemoryBudget:
     """Chooses, for each forward of one model, which of its layers are checkpointed.
 
@@ -44,12 +59,14 @@ class MemoryBudget:
         plan: in force; ``None`` until a step was measured.
         layers: number of layers that ask.
         holding_bytes: a token, that each layer's experts or MLP can hold for backward.
+        decoded: what of the model's weights can stay decoded.
     """
 
     def __init__(self, memory: DeviceMemory | None = None) -> None:
         self.memory = memory or DeviceMemory()
         self.plan: Plan | None = None
         self.layers = self.holding_bytes = 0
+        self.decoded: Decoded | None = None
         self._device = torch.device("cpu")
         self._tokens = self._longest = 0
         self._seen: dict[int, _Layer] = {}
@@ -65,7 +82,7 @@ class MemoryBudget:
         if not tokens or not self.layers or not self.memory.is_known(device):
             self.plan = None
             return
-        now = self.memory.allocated(device)
+        now = self.memory.allocated(device) - (self.decoded.held_bytes if self.decoded is not None else 0)
         if self._forwards == 0:
             self._before, self._extra, self._peak = now, 0, self.memory.peak(device)
         self._forwards += 1
@@ -73,6 +90,13 @@ class MemoryBudget:
         self.plan = self._choose(now)
         if self.plan is not None:
             self._extra += self.plan.device_bytes
+        if self.decoded is not None:
+            self.decoded.keep(0 if self.plan is None else self.plan.decoded)
+
+    def rest(self) -> None:
+        """A forward without gradients starts: it gets the memory of what only saves time."""
+        if self.decoded is not None:
+            self.decoded.keep(0)
 
     def keeps(self, index: int) -> bool:
         """Whether a layer runs without a checkpoint in this forward."""
@@ -107,7 +131,8 @@ class MemoryBudget:
         """Note the peak now: whoever measures may start a new one between two steps."""
         self._together, self._forwards = max(self._together, self._forwards), 0
         peak = self.memory.peak(self._device)
-        need, moved = peak - self._before - self._extra, peak != self._peak  # lower: somebody has reset it
+        decoded = 0 if self.plan is None else self.plan.decoded_bytes
+        need, moved = peak - self._before - self._extra - decoded, peak != self._peak  # lower: somebody has reset it
         self._learning = self._at_most is not None
         if moved:
             self._need = max(self._need, need)
@@ -133,7 +158,8 @@ class MemoryBudget:
         if attending := sum(self._seen[index].surviving_bytes > 0 for index in surviving):
             text += f", full attention of {attending} more not computed again"
         held = max(self.layers - self.plan.first_holding, 0)
-        return text + (f", {held} keep what their experts or MLP projected first" if held else "")
+        text += f", {held} keep what their experts or MLP projected first" if held else ""
+        return text + (f", experts of {self.plan.decoded} stay decoded" if self.plan.decoded else "")
 
     def _choose(self, now: int) -> Plan | None:
         if self._tokens > self._longest or len(self._seen) < self.layers:
@@ -151,7 +177,9 @@ class MemoryBudget:
         )
         holding = [self.holding_bytes * self._tokens] * len(layers) if self.holding_bytes else []
         before = None if self._learning else self.plan
-        plan = choose(int(free / left), kept, inputs, before, holding, surviving)
+        plan = choose(
+            int(free / left), kept, inputs, before, holding, surviving, self.decoded.layer_bytes if self.decoded else 0
+        )
         if self.plan is None or plan.first_kept != self.plan.first_kept:
             logger.debug("%d of %d layers not checkpointed", self.layers - plan.first_kept, self.layers)
         return plan

@@ -28,6 +28,8 @@ class Plan:
         holding_bytes: what those hold.
         first_surviving: index of the first checkpointed layer whose full attention is not computed again.
         surviving_bytes: what those hold for it.
+        decoded: number of layers, the last ones, whose experts stay decoded from pass to pass.
+        decoded_bytes: what those take, which is no activation.
     """
 
     first_kept: int
@@ -38,10 +40,12 @@ class Plan:
     holding_bytes: int = 0
     first_surviving: int = 1 << 30
     surviving_bytes: int = 0
+    decoded: int = 0
+    decoded_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
-        """All that it holds on the device."""
+        """All activations that it holds on the device."""
         return self.kept_bytes + self.input_bytes + self.holding_bytes + self.surviving_bytes
 
 
@@ -52,9 +56,10 @@ def choose(
     before: Plan | None = None,
     holding_bytes: Sequence[int] = (),
     surviving_bytes: Sequence[int] = (),
+    decoded_bytes: int = 0,
 ) -> Plan:
     """The fastest plan that fits: first what saves most time a byte, which are the outputs of full attention, then
-    layers, then what experts can hold.
+    layers, then what experts can hold, then experts that stay decoded.
 
     Args:
         free_bytes: of the device, beside what a step takes with every layer checkpointed and every input on the host.
@@ -63,15 +68,19 @@ def choose(
         before: the plan in force; it stays while it fits, unless two layers more could be kept.
         holding_bytes: by layer, what its experts would hold besides, which pays less a byte: only from what is left.
         surviving_bytes: by layer, the results of full attention, which a layer that is not checkpointed holds anyway.
+        decoded_bytes: of the experts of one layer, decoded; 0 where there are none that could stay so.
     """
     plan = _choose(free_bytes, kept_bytes, input_bytes, surviving_bytes or [0] * len(kept_bytes), before)
-    if not holding_bytes:
-        return plan
-    left = free_bytes - plan.device_bytes
-    first = len(holding_bytes)
-    while first > plan.first_kept and sum(holding_bytes[first - 1 :]) <= left:
-        first -= 1
-    return replace(plan, first_holding=first, holding_bytes=sum(holding_bytes[first:]))
+    if holding_bytes:
+        left = free_bytes - plan.device_bytes
+        first = len(holding_bytes)
+        while first > plan.first_kept and sum(holding_bytes[first - 1 :]) <= left:
+            first -= 1
+        plan = replace(plan, first_holding=first, holding_bytes=sum(holding_bytes[first:]))
+    if decoded_bytes:
+        count = min(max(free_bytes - plan.device_bytes, 0) // decoded_bytes, len(kept_bytes))
+        plan = replace(plan, decoded=count, decoded_bytes=count * decoded_bytes)
+    return plan
 
 
 def _choose(

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from unsloth_plugins.core.experts import ExpertLora, fused
 from unsloth_plugins.core.experts.gemm import GEMMS
 from unsloth_plugins.core.experts.grouped import experts_grouped
+from unsloth_plugins.core.experts.projection import DecodedExperts, Projection
 from unsloth_plugins.core.experts.reference import experts_loop
 from unsloth_plugins.core.layers import GPT_OSS, Swiglu
 from unsloth_plugins.core.mxfp4 import PackedWeight, encode
@@ -220,8 +221,8 @@ def test_holding_the_first_projection_changes_no_bit_and_lasts_for_two_backwards
     monkeypatch.setattr(fused, "TILE", 16)
     case = _case(device, torch.float32 if device == "cpu" else torch.bfloat16, 37)
     products = []
-    product = fused._Projection.__call__
-    monkeypatch.setattr(fused._Projection, "__call__", lambda self, *a: products.append(1) or product(self, *a))
+    product = Projection.__call__
+    monkeypatch.setattr(Projection, "__call__", lambda self, *a: products.append(1) or product(self, *a))
     plain = _run(fused.experts_fused, case)
     plain_count = len(products)
     held = _run(functools.partial(fused.experts_fused, hold=True), case)
@@ -232,6 +233,49 @@ def test_holding_the_first_projection_changes_no_bit_and_lasts_for_two_backwards
     y = fused.experts_fused(x, packed[0], biases[0], packed[1], biases[1], index, weight, hold=True, **OPTIONS)
     once, twice = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(once, twice)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_that_stay_decoded_change_no_bit(device: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(fused, "TILE", 16)
+    packed, biases, index, leaves = case = _case(device, torch.float16, 37)
+    decodes = []
+    decode = PackedWeight.decode_into
+    monkeypatch.setattr(PackedWeight, "decode_into", lambda self, out: decodes.append(1) or decode(self, out))
+    experts = DecodedExperts(0, 2)
+    experts.keep(1)
+    assert [layer.wanted for layer in experts.layers] == [False, True]
+    place = experts.layers[1]
+    plain = functools.partial(fused.experts_fused, gemm=GEMMS["triton"])
+    staying = functools.partial(plain, decoded=place)
+
+    def same() -> int:
+        """Number of weights decoded in two steps, whose results are those of a run that keeps nothing."""
+        want = _run(plain, case)
+        before = len(decodes)
+        assert all(all(map(torch.equal, want, _run(staying, case))) for _ in range(2))
+        return len(decodes) - before
+
+    assert same() == 2 and experts.held_bytes == experts.layer_bytes == place.held_bytes > 0
+    for leaf in leaves[2:]:
+        leaf.data.mul_(1.5)  # as optimizers do, past the version counter
+    assert same() == 0
+    packed[0].scales_EOR.sub_(1)  # halves the weights
+    assert same() == 2
+
+    def forward(factor: float):  # type: ignore[no-untyped-def]
+        x, weight, a1, b1, a2, b2 = (leaf.detach().clone().requires_grad_() for leaf in leaves)
+        loras = (ExpertLora(a1, b1, factor),), (ExpertLora(a2, b2, factor),)
+        kinds = {"gate_up_lora": loras[0], "down_lora": loras[1], **OPTIONS}
+        y = staying(x, packed[0], biases[0], packed[1], biases[1], index, weight, **kinds)
+        return lambda: torch.autograd.grad(y.float().sum(), [x, a1, b1, a2, b2])
+
+    alone = forward(0.5)()
+    between = forward(0.5)
+    forward(2.0)
+    assert all(map(torch.equal, alone, between()))  # another adapter was written in between
+    experts.keep(0)
+    assert experts.held_bytes == 0 and same() == 8
 
 
 @pytest.mark.parametrize("device", DEVICES)

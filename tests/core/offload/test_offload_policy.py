@@ -54,6 +54,13 @@ def test_experts_hold_what_is_left_from_the_last_layer_on(free: int, first_kept:
     assert plan.kept_bytes + plan.holding_bytes <= free and plan.holding_bytes == 10 * (4 - first_holding)
 
 
+@pytest.mark.parametrize(("free", "decoded"), [(0, 0), (80, 0), (126, 0), (127, 1), (134, 2), (10**6, 4)])
+def test_experts_stay_decoded_when_nothing_else_can_be_kept(free: int, decoded: int) -> None:
+    plan = choose(free, [20] * 4, [0] * 4, None, [10] * 4, (), 7)
+    assert (plan.decoded, plan.decoded_bytes) == (decoded, 7 * decoded)
+    assert plan.device_bytes + plan.decoded_bytes <= max(free, 0)
+
+
 class FakeMemory:
     """A device with ``room`` bytes beside what a step needs, 500, and whose every step moves the peak."""
 
@@ -98,6 +105,33 @@ def test_layers_are_kept_from_the_second_step_on_and_fewer_of_longer_ones() -> N
         budget.measured(index, 9, 23, 2)
     budget.begin(torch.device("cuda"), 9)
     assert budget.plan is not None and budget.layers - budget.plan.first_kept == 1
+
+
+class FakeDecoded:
+    """Layers of 5 bytes on the device of ``memory``."""
+
+    layer_bytes = 5
+
+    def __init__(self, memory: FakeMemory) -> None:
+        self.memory, self.held_bytes = memory, 0
+
+    def keep(self, count: int) -> None:
+        self.memory.now += self.layer_bytes * count - self.held_bytes
+        self.held_bytes = self.layer_bytes * count
+
+
+def test_decoded_experts_give_way_to_longer_steps_and_to_forwards_without_gradients() -> None:
+    budget = measured(95)
+    decoded = budget.decoded = FakeDecoded(budget.memory)  # type: ignore[arg-type]
+    for tokens, count in ((8, 3), (8, 3), (4, 4), (9, 0)):
+        budget.begin(torch.device("cuda"), tokens)
+        assert decoded.held_bytes == 5 * count, tokens
+        budget.backward_ended()
+    budget.begin(torch.device("cuda"), 8)
+    assert budget.plan is not None and budget.plan.first_kept == 0 and decoded.held_bytes > 0
+    assert f"experts of {decoded.held_bytes // 5} stay decoded" in budget.describe()
+    budget.rest()
+    assert decoded.held_bytes == 0
 
 
 def test_steps_without_checkpoints_do_not_count_as_forwards_that_share_a_backward() -> None:
