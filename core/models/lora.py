@@ -24,6 +24,7 @@ from unsloth_plugins.core.patches import PatchSet
 
 Choice = Literal["auto", "fused"]
 _STATE = "_unsloth_lora"
+_REASONS = {"Linear8bitLt": "an 8-bit base, which rounds its inputs to 8 bits too"}
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -219,7 +220,7 @@ def patch_lora(causal_lm: nn.Module, patches: PatchSet, choice: Choice) -> tuple
         if not isinstance(module, LoraLayer) or module is head or type(module).__name__ == "ParamWrapper":
             continue
         if type(module) not in kinds:
-            left[f"a layer of {type(module).__name__}"] += 1
+            left[_REASONS.get(type(module).__name__, f"a layer of {type(module).__name__}")] += 1
         elif "forward" in vars(module) and _STATE not in vars(module):
             left["a layer whose forward was replaced"] += 1
         else:

@@ -170,6 +170,19 @@ def test_what_stays_pefts_and_is_in_the_report(monkeypatch: pytest.MonkeyPatch) 
     assert len(calls) == before
 
 
+def test_eight_bit_bases_stay_pefts_and_the_report_says_why() -> None:
+    """On CUDA bitsandbytes' product is not that with the decoded weight, so ours would be another model."""
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.mlp.up_proj = bitsandbytes.nn.Linear8bitLt(64, 96, bias=False, has_fp16_weights=False).to("cpu")
+    model.is_loaded_in_8bit = True  # PEFT asks
+    ours = adapted(model, target_modules=["up_proj", "down_proj"])
+    stock = copy.deepcopy(ours)
+    report = unsloth_plugins.apply(ours, lora="fused", **(OFF | {"layers": "reference"})).report()
+    assert "2 stay PEFT's: an 8-bit base, which rounds its inputs to 8 bits too" in report
+    same(stock, ours, **batch_of(1, 5))
+
+
 def test_adapters_that_come_after_apply_and_undo() -> None:
     base = tiny_llama()
     applied = unsloth_plugins.apply(base, lora="fused", **OFF)
