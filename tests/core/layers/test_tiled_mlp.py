@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import bitsandbytes
@@ -11,6 +12,7 @@ import torch
 from conftest import batch_of, loss_and_grads, tiny_gemma, tiny_llama
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import unsloth_plugins
 from unsloth_plugins.core.errors import ShapeError
@@ -325,3 +327,36 @@ def test_the_next_layers_input_comes_when_the_mlp_is_over(monkeypatch: pytest.Mo
     want, got = (loss_and_grads(model, **batch_of(2, 9)) for model in (stock, ours))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert events == ["unpack", "tail_is_over"] * 3
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_inside_somebody_elses_checkpoint_and_through_a_graph_that_is_kept(early_stop: bool) -> None:
+    """torch's own checkpoint knows nothing of holding: what is held there is recomputed like anything else."""
+    model = adapted(tiny_llama(num_hidden_layers=1), MLP)
+    unsloth_plugins.apply(model, **OFF)
+    mlp = model.base_model.model.model.layers[0].mlp
+    x = torch.randn(1, 9, 64, requires_grad=True)
+    wanted = [x, *[p for p in mlp.parameters() if p.requires_grad]]
+    y = mlp(x).square().sum()
+    want = torch.autograd.grad(y, wanted, retain_graph=True)
+    again = torch.autograd.grad(y, wanted)
+    y = checkpoint(mlp, x, use_reentrant=False, early_stop=early_stop).square().sum()
+    got = torch.autograd.grad(y, wanted)
+    for a, b, c in zip(want, again, got, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_case_47_nothing_piles_up() -> None:
+    """A layer that ends in the tiled MLP, checkpointed: no tensor of a step outlives it, and no note of a norm."""
+    model = adapted(tiny_llama(), MLP)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    unsloth_plugins.apply(model, **OFF)
+
+    def alive() -> int:
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    counts = []
+    for _ in range(6):
+        loss_and_grads(model, **batch_of(2, 9))
+        counts.append((alive(), len(normed._NOTES)))
+    assert counts[-1] == counts[2] and counts[-1][1] == 0
