@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_gpt_oss, twin
+from conftest import batch_of, loss_and_grads, tiny_gpt_oss, tiny_llama, twin
 from peft import LoraConfig, get_peft_model
 from simulated_copies import SimulatedCopies
 
@@ -89,3 +92,70 @@ def test_case_47_nothing_is_left_after_many_steps_of_a_model() -> None:
         if step in (5, 19):
             alive.append((tensors_alive(), applied.store.mapped_bytes, applied.store.held_bytes))
     assert alive[1][0] <= alive[0][0] and alive[0][1:] == alive[1][1:] and alive[0][2] == 0
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_case_33_an_expert_without_tokens_and_a_backward_that_is_tried_again(every: Any) -> None:
+    ref = tiny_gpt_oss()
+    for layer in ref.model.layers:
+        layer.mlp.router.bias.data[3] = -1e4  # nobody goes there
+    ours, batch = twin(ref), batch_of(2, 12)
+    apply(ref, attention="reference", gradient_checkpointing=False)
+    options: dict[str, Any] = {"memory_policy": "offload_all", "offload_min_bytes": 0, "every_n_layers": every}
+    applied = apply(ours, attention="reference", gradient_checkpointing=True, **options)
+    applied.store._engine = lambda device: SimulatedCopies(eager=0.3)
+    want, mapped = loss_and_grads(ref, **batch), []
+    for _ in range(3):
+        ours.train()
+        out = ours(**batch, output_hidden_states=True)
+        out.hidden_states[2].register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.loss.backward()
+        del out
+        gc.collect()
+        assert applied.store.held_bytes == 0
+        got = loss_and_grads(ours, **batch)
+        assert want[2].keys() == got[2].keys() and all(torch.equal(want[2][name], got[2][name]) for name in want[2])
+        assert applied.store.held_bytes == 0
+        mapped.append(applied.store.mapped_bytes)
+    assert mapped[0] == mapped[2]
+
+
+def test_case_33_a_block_of_two_outputs_of_which_one_is_used() -> None:
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    store, grads = HostStore(True, min_bytes=0, engine=lambda device: SimulatedCopies(eager=0.3)), []
+
+    def block(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return first(x).tanh(), second(x).tanh()
+
+    for ours in (False, True, True):
+        leaf = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        used, _ = offload_checkpoint(block, leaf, store=store) if ours else block(leaf)
+        grads.append(torch.autograd.grad(used.sum(), [leaf, *first.parameters()]))
+        del used, _
+        assert store.held_bytes == 0
+    assert all(torch.equal(a, b) for got in grads[1:] for a, b in zip(grads[0], got, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the resident set from Linux")
+@pytest.mark.parametrize("every", [1, 2])
+def test_case_30_200_steps_of_mixed_lengths_with_evaluations_leave_the_process_as_it_was(every: Any) -> None:
+    model = tiny_llama(num_hidden_layers=4)
+    options: dict[str, Any] = {"memory_policy": "offload_all", "offload_min_bytes": 0, "every_n_layers": every}
+    applied = apply(model, gradient_checkpointing=True, **options)
+    resident_mib, mapped = [], []
+    for step in range(200):
+        loss_and_grads(model, **batch_of(2, (150, 32, 256, 65)[step % 4], seed=step))
+        if step % 10 == 9:
+            model.eval()
+            with torch.no_grad():
+                model(**batch_of(2, 200, seed=step))
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident_mib.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+        mapped.append(applied.store.mapped_bytes)
+        assert applied.store.held_bytes == 0
+    early, late = max(resident_mib[40:60]), max(resident_mib[180:])
+    assert late <= 1.05 * early, (early, late)
+    assert len(set(mapped[4:])) == 1

@@ -49,7 +49,7 @@ def step(blocks: list[Block], x: torch.Tensor, labels: torch.Tensor, store: Host
 
 
 @pytest.mark.parametrize("eager", LATE)
-def test_50_steps_of_mixed_lengths_are_bit_equal_to_no_checkpointing(eager: float) -> None:
+def test_case_21_50_steps_of_mixed_lengths_are_bit_equal_to_no_checkpointing(eager: float) -> None:
     store, blocks, draw = simulated(eager), [Block(8, seed) for seed in range(5)], random.Random(1)
     most = 0
     for n in range(50):
