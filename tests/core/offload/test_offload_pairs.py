@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +135,11 @@ def test_other_numbers_are_refused() -> None:
     for wrong in (0, 3, True, "2"):
         with pytest.raises(ConfigError, match="every_n_layers"):
             apply(tiny_llama(), every_n_layers=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_pairs_of_sharded_layers_are_bit_equal_to_single_ones() -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = str(Path(__file__).with_name("fsdp2_pairs.py"))
+    done = subprocess.run([*launch, script], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0 and "equal" in done.stdout, done.stderr[-3000:]
