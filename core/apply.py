@@ -48,6 +48,7 @@ from unsloth_plugins.core.models.streaming import (
 from unsloth_plugins.core.offload.budget import MemoryBudget
 from unsloth_plugins.core.offload.checkpoint import LayerCheckpoint
 from unsloth_plugins.core.offload.host import HostStore
+from unsloth_plugins.core.offload.pairs import Pairs
 from unsloth_plugins.core.offload.weights import WeightStream
 from unsloth_plugins.core.patches import PatchSet
 from unsloth_plugins.core.ranks import is_first
@@ -94,6 +95,7 @@ class Applied:
         self.store = HostStore.for_policy(config.memory_policy, config.offload_min_bytes, config.host_memory_gib)
         self.budget = MemoryBudget() if config.memory_policy == "auto" else None
         self.stream: WeightStream | None = None
+        self._pairs = Pairs() if config.checkpoint_pairs else None
         self.tokens_seen = 0
         self._patches = PatchSet()
         self._checkpoint_patches = PatchSet()
@@ -159,10 +161,16 @@ class Applied:
                 foreign += 1
                 continue
             ours += 1
+            if self._pairs is not None and _is_sharded(module):
+                raise UnsupportedError(
+                    expected="whole layers on each device, for checkpoint_pairs=True",
+                    got=f"{type(module).__name__}, which FSDP2 shards and gathers for its own passes only",
+                    remedy="Leave checkpoint_pairs out.",
+                )
             if keywords is not None:
                 budget = self.budget if is_layer(module) else None
-                every = self.config.every_n_layers if is_layer(module) else 1
-                stand_in = LayerCheckpoint(self.store, keywords, budget, layers, every)
+                pairs = self._pairs if is_layer(module) else None
+                stand_in = LayerCheckpoint(self.store, keywords, budget, layers, pairs)
                 self._checkpoint_patches.set(module, "_gradient_checkpointing_func", stand_in)
             layers += is_layer(module)
         self.store.layers = layers
@@ -172,8 +180,8 @@ class Applied:
             self._note("gradient checkpointing", "left alone", "the trainer brought a checkpoint function of its own")
         elif ours:
             chosen = f"; {self.budget.describe()}" if self.budget is not None and self.budget.plan is not None else ""
-            pairs = ", of every second layer" if self.config.every_n_layers == 2 else ""
-            detail = f"non-reentrant; {_INPUTS[self.config.memory_policy]}{pairs}{chosen}"
+            which = ", of every second layer" if self.config.checkpoint_pairs else ""
+            detail = f"non-reentrant; {_INPUTS[self.config.memory_policy]}{which}{chosen}"
             self._note("gradient checkpointing", "on", detail + self._copies())
         else:
             self._note(
@@ -442,6 +450,14 @@ def _adapter_names(causal_lm: nn.Module) -> tuple[str, ...]:
 
 def _checkpointed_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+
+
+def _is_sharded(layer: nn.Module) -> bool:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule  # takes a second, and only sharded models need it
+
+    return is_layer(layer) and any(isinstance(module, FSDPModule) for module in layer.modules())
 
 
 def _torch_checkpoint_keywords(function: Any) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "loss": ("auto", "chunked", None),
     "gradient_checkpointing": ("auto", True, False),
     "memory_policy": ("auto", "min_memory", "offload_all", "on_device"),
-    "every_n_layers": (1, 2),
+    "checkpoint_pairs": (True, False),
 }
 
 
@@ -72,8 +72,8 @@ class UnslothConfig:
     checkpointed, every input goes to the host. ``min_memory``: the same with the least held on the device at once, and
     at most 64 MiB of logits in the loss. ``on_device``: plain checkpointing."""
 
-    every_n_layers: Literal[1, 2] = 1
-    """2 keeps the input of every second checkpointed layer only, wherever inputs wait, and computes the ones in between
+    checkpoint_pairs: bool = False
+    """Keep the input of every second checkpointed layer only, wherever inputs wait, and compute the ones in between
     again in backward: half the memory for these inputs, for one more forward of half the layers."""
 
     host_memory_gib: float | None = None

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.offload.budget import MemoryBudget
 from unsloth_plugins.core.offload.host import HostStore
-from unsloth_plugins.core.offload.pairs import FromOrigin, Origin, take_origin
+from unsloth_plugins.core.offload.pairs import Origin, Pairs
 from unsloth_plugins.core.offload.survivors import Survivors
 from unsloth_plugins.core.offload.tail import holding, telling
 
@@ -90,7 +90,7 @@ class LayerCheckpoint:
         keywords: of ``torch.utils.checkpoint.checkpoint``.
         budget: says which layers run without a checkpoint; ``None``: none of them.
         index: of the layer in the model, from the front.
-        every: 2 keeps the input of every second layer, as ``pairs`` describes; 1 keeps all.
+        pairs: of the model, to keep the input of every second layer only; ``None`` keeps all.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class LayerCheckpoint:
         keywords: dict[str, Any],
         budget: MemoryBudget | None = None,
         index: int = 0,
-        every: int = 1,
+        pairs: Pairs | None = None,
     ) -> None:
-        self.store, self.keywords, self.budget, self.index, self.every = store, keywords, budget, index, every
+        self.store, self.keywords, self.budget, self.index, self.pairs = store, keywords, budget, index, pairs
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``function(*args, **kwargs)``, checkpointed or not."""
@@ -109,7 +109,7 @@ class LayerCheckpoint:
         self.store.moving = None if plan is None else plan.inputs_on_host
         if self.index == 0 and args and isinstance(args[0], torch.Tensor):
             checkpointed = self.store.layers if plan is None else plan.first_kept
-            self.store.reserve(args[0], -(-checkpointed // self.every))
+            self.store.reserve(args[0], checkpointed if self.pairs is None else -(-checkpointed // 2))
         if budget is None:
             with telling(self.store.tail_is_over):
                 return self._checkpointed(function, args, kwargs)
@@ -125,23 +125,24 @@ class LayerCheckpoint:
         return out
 
     def _checkpointed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        keywords, origin, run = self.keywords | kwargs, take_origin(args), function
+        keywords, run = self.keywords | kwargs, function
+        second = None if self.pairs is None else self.pairs.hooks(args, self.store)
         budget = self.budget
         measure = budget is not None and budget.wants_measure(self.index)
         survivors = Survivors(budget is not None and budget.lets_survive(self.index) and not measure)
         if "context_fn" not in keywords and (measure or survivors.keep):
             keywords["context_fn"] = survivors.contexts
         if measure:
-            run = self._measuring(function, args, survivors, waits=origin is None)
-        if origin is not None:
-            return _checkpoint_with(FromOrigin(origin, self.store), run, args, keywords)
-        if self.every == 1 or self.index + 1 == self.store.layers:
+            run = self._measuring(function, args, survivors, waits=second is None)
+        if second is not None:
+            return _checkpoint_with(second, run, args, keywords)
+        if self.pairs is None or self.index + 1 == self.store.layers:
             return _checkpoint_with(self.store, run, args, keywords)
         random = bool(keywords.get("preserve_rng_state", True))
         again = survivors.again(functools.partial(function, **_without_ours(kwargs)))
         origin = Origin(again, args, self.store, random)
         out = _checkpoint_with(origin, run, args, keywords)
-        origin.note(out)
+        self.pairs.note(out, origin)
         return out
 
     def _measuring(

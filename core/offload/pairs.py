@@ -12,6 +12,7 @@ Source: recursive checkpointing, Chen et al. 2016, "Training Deep Nets with Subl
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.offload.transfers import version_of
 
 _ORIGIN = "_unsloth_origin"
+Key = tuple[Any, ...]
 
 
 class Surroundings:
@@ -84,7 +86,7 @@ class Origin:
 
     Args:
         function: the layer.
-        args: its arguments; the tensors among them are to pass through ``pack``, in order, and nothing else.
+        args: its arguments; the tensors among them pass through ``pack``, in order, and nothing else.
         store: where they wait.
         random: whether the run's random states are to be kept.
     """
@@ -95,7 +97,6 @@ class Origin:
         self._places = [place for place, each in enumerate(args) if isinstance(each, torch.Tensor)]
         self._inputs: list[_Input] = []
         self._surroundings = Surroundings(args, random)
-        self._key: tuple[Any, ...] = ()
 
     def pack(self, tensor: torch.Tensor) -> _Input:
         """The hook for the layer's arguments."""
@@ -107,20 +108,9 @@ class Origin:
         """The inverse of ``pack``."""
         return packed.second()
 
-    def note(self, out: Any) -> None:
-        """Leave word of this origin on the layer's output."""
-        hidden = _hidden(out)
-        if hidden is not None and hidden.requires_grad:
-            assert len(self._inputs) == len(self._places), "the checkpoint saved something beside its arguments"
-            self._key = _key(hidden)
-            vars(hidden)[_ORIGIN] = self
-
-    def gave(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the output, unchanged."""
-        return self._key == _key(tensor)
-
     def compute(self) -> torch.Tensor:
         """The output, from another run that saves nothing."""
+        assert len(self._inputs) == len(self._places), "the checkpoint saved something beside its arguments"
         args = list(self._args)
         for place, each in zip(self._places, self._inputs, strict=True):
             args[place] = each.first()
@@ -132,23 +122,50 @@ class Origin:
 
 
 class FromOrigin:
-    """Hooks for the arguments of a second layer: what the first gave is not kept."""
+    """Hooks for the arguments of a second layer: what the first gave is not kept.
 
-    def __init__(self, origin: Origin, store: HostStore) -> None:
-        self._origin, self._store = origin, store
+    Args:
+        origin: of the argument with ``key``.
+        store: where the others wait.
+    """
+
+    def __init__(self, origin: Origin, key: Key, store: HostStore) -> None:
+        self._origin, self._key, self._store = origin, key, store
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The origin, or what the store makes of a tensor that is not its output."""
-        return self._origin if self._origin.gave(tensor) else self._store.pack(tensor)
+        return self._origin if _key(tensor) == self._key else self._store.pack(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The inverse of ``pack``."""
         return packed.compute() if isinstance(packed, Origin) else self._store.unpack(packed)
 
 
-def take_origin(args: tuple[Any, ...]) -> Origin | None:
-    """The origin of a layer's first argument, if the layer before left word of it; only the first who asks gets it."""
-    return vars(args[0]).pop(_ORIGIN, None) if args and isinstance(args[0], torch.Tensor) else None
+class Pairs:
+    """Outputs of first layers that no second layer has taken yet, for the layers of one model.
+
+    An output is known by its memory, since what lies between may hand on another tensor over it. It holds its origin
+    itself, so an origin that is found here belongs to memory that is in use.
+    """
+
+    def __init__(self) -> None:
+        self._origins: weakref.WeakValueDictionary[Key, Origin] = weakref.WeakValueDictionary()
+
+    def note(self, out: Any, origin: Origin) -> None:
+        """Remember where a layer's output comes from, as long as it lives."""
+        hidden = _hidden(out)
+        if hidden is not None and hidden.requires_grad:
+            vars(hidden)[_ORIGIN] = origin
+            self._origins[_key(hidden)] = origin
+
+    def hooks(self, args: tuple[Any, ...], store: HostStore) -> FromOrigin | None:
+        """Hooks for a layer whose first argument is such an output, unchanged; only the first who asks gets them."""
+        if not args or not isinstance(args[0], torch.Tensor):
+            return None
+        key = _key(args[0])
+        origin = self._origins.pop(key, None)
+        vars(args[0]).pop(_ORIGIN, None)
+        return None if origin is None else FromOrigin(origin, key, store)
 
 
 def _hidden(out: Any) -> torch.Tensor | None:
@@ -156,7 +173,7 @@ def _hidden(out: Any) -> torch.Tensor | None:
     return hidden if isinstance(hidden, torch.Tensor) else None
 
 
-def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _key(tensor: torch.Tensor) -> Key:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version_of(tensor)
 
 

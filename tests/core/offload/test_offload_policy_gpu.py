@@ -118,7 +118,7 @@ def test_pairs_are_bit_equal_to_plain_checkpointing_and_hold_half(policy: Any) -
     ours, batch = twin(ref), {name: each.cuda() for name, each in batch_of(1, 2048).items()}
     shared: dict[str, Any] = dict(attention="triton", gradient_checkpointing=True, offload_min_bytes=0)
     apply(ref, memory_policy="on_device", **shared)
-    applied = apply(ours, memory_policy=policy, every_n_layers=2, **shared)
+    applied = apply(ours, memory_policy=policy, checkpoint_pairs=True, **shared)
     for _ in range(3):
         want, got = loss_and_grads(ref, **batch), loss_and_grads(ours, **batch)
         assert torch.equal(want[0], got[0]) and all(torch.equal(want[2][name], got[2][name]) for name in want[2])

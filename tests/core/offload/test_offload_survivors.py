@@ -147,12 +147,12 @@ class CountedAttention:
         return taken
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_full_layers_of_gpt_oss_attend_once_less(every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pairs", [False, True])
+def test_full_layers_of_gpt_oss_attend_once_less(pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ref = tiny_gpt_oss()
     ours, batch = twin(ref), batch_of(2, 16)
     apply(ref, gradient_checkpointing=True, memory_policy="on_device", attention="eager")
-    options: dict[str, Any] = {"gradient_checkpointing": True, "offload_min_bytes": 0, "every_n_layers": every}
+    options: dict[str, Any] = {"gradient_checkpointing": True, "offload_min_bytes": 0, "checkpoint_pairs": pairs}
     applied = apply(ours, attention="eager", **options)
     assert applied.budget is not None
     one = 2 * 16 * (4 * 16 * 4 + 4 * 4)  # output and normaliser of a layer, float32
@@ -162,7 +162,7 @@ def test_full_layers_of_gpt_oss_attend_once_less(every: Any, monkeypatch: pytest
     for _ in range(3):
         assert equal(loss_and_grads(ours, **batch), want)
         runs.append(counted.take())
-    first, later = (8, 7) if every == 2 else (6, 6)  # windows come first in their pairs; the last layer is kept later
+    first, later = (8, 7) if pairs else (6, 6)  # windows come first in their pairs; the last layer is kept later
     assert runs == [(6, first), (4, later), (4, later)]  # forward, recompute and backward of two layers
     assert [each.surviving_bytes for _, each in sorted(applied.budget._seen.items())] == [0, one, 0, one]
     assert "full attention of 1 more not computed again" in applied.report()
