@@ -15,7 +15,7 @@ from unsloth_plugins.core.models.experts import PROJECTIONS, STREAM, PackedExper
 from unsloth_plugins.core.offload.weights import WeightStream
 from unsloth_plugins.core.patches import PatchSet
 
-_TRAINED_BYTES = 12  # of a trained number in float32: its gradient and Adam's two moments
+TRAINED_BYTES = 12  # of a trained number in float32: its gradient and Adam's two moments
 
 
 def packed_layers(parts: ModelParts) -> list[PackedExperts]:
@@ -72,7 +72,7 @@ def choose_weights(
         return False, f"on {device.type} there is no device memory to spare"
     layer_bytes = max(2 * sum(getattr(experts, name).numel() for name in PROJECTIONS) for experts in packed)
     adapters = [p for name, p in parts.causal_lm.named_parameters() if p.requires_grad and "lora_" in name]
-    need = 2 * layer_bytes + _TRAINED_BYTES * sum(p.numel() for p in adapters)
+    need = 2 * layer_bytes + TRAINED_BYTES * sum(p.numel() for p in adapters)
     free = memory.allowed(device) - memory.allocated(device)
     return free < need, f"{free / 2**30:.1f} GiB free beside the model, a step takes {need / 2**30:.1f} GiB at least"
 

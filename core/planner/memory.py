@@ -16,6 +16,8 @@ from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 from unsloth_plugins.core.experts.fused import TILE
 from unsloth_plugins.core.experts.matmul import RANK_STEP
+from unsloth_plugins.core.layers import tiled_mlp
+from unsloth_plugins.core.models.streaming import TRAINED_BYTES
 from unsloth_plugins.core.mxfp4.codec import BLOCK, BYTES
 from unsloth_plugins.core.offload.budget import MARGIN
 from unsloth_plugins.core.offload.host import HostStore
@@ -86,6 +88,12 @@ def check(shape: ModelShape, setup: Setup) -> None:
             got=setup.dtype,
             remedy="bitsandbytes leaves experts as they are, and the tiled experts need bf16.",
         )
+    if setup.config.weights == "streamed" and setup.dtype != "mxfp4":
+        raise ConfigError(
+            expected="packed experts for weights='streamed'",
+            got=f"dtype {setup.dtype}",
+            remedy="Use weights='resident'.",
+        )
     if not shape.experts and setup.dtype == "mxfp4":
         raise ConfigError(expected="dtype nf4, bf16 or fp16 for a dense model", got="mxfp4", remedy="Use nf4.")
     described = {"attention": ("auto", "triton", "fa4"), "experts": ("auto", "grouped_mm"), "lora": ("auto", "fused")}
@@ -99,8 +107,30 @@ def check(shape: ModelShape, setup: Setup) -> None:
             )
 
 
+def packed_bytes(shape: ModelShape) -> int:
+    """The packed experts of one layer, without their biases."""
+    return int(shape.experts * sum(inputs * outputs for inputs, outputs in shape.expert_linears()) * _MXFP4)
+
+
+def _streams(setup: Setup) -> bool:
+    return setup.config.weights == "streamed"
+
+
+def with_weights_placed(shape: ModelShape, setup: Setup, device_bytes: int | None) -> Setup:
+    """``weights="auto"`` as ``models.streaming`` decides it: by what is free beside the model and its adapters."""
+    if setup.config.weights != "auto":
+        return setup
+    streams = False
+    if setup.dtype == "mxfp4" and device_bytes is not None:
+        adapters = shape.layers * adapter_parameters(shape, setup)
+        a_layer = shape.experts * sum(inputs * outputs for inputs, outputs in shape.expert_linears()) * HALF
+        free = device_bytes - base_bytes(shape, setup) - adapters * FULL
+        streams = free < 2 * a_layer + TRAINED_BYTES * adapters
+    return replace(setup, config=replace(setup.config, weights="streamed" if streams else "resident"))
+
+
 def base_bytes(shape: ModelShape, setup: Setup) -> int:
-    """The frozen model on the device."""
+    """The frozen model, wherever its parts are."""
     a_linear = {"nf4": _NF4}.get(setup.dtype, HALF)
     an_expert = {"mxfp4": _MXFP4}.get(setup.dtype, HALF)
     linears = sum(inputs * outputs for inputs, outputs in shape.linears().values())
@@ -141,32 +171,40 @@ def _saved_by_attention(shape: ModelShape, setup: Setup) -> int:
         sizes += shape.query_size + shape.kv_size
         rows += shape.heads + shape.kv_heads
     adapted = len({"q_proj", "k_proj", "v_proj", "o_proj"} & set(_adapted(shape, setup)))
-    sizes += shape.hidden + adapted * setup.lora_rank  # the norm's output; x A of each
+    sizes += adapted * setup.lora_rank  # x A of each; the norm's output is made again from the layer's input
     return sizes * HALF + rows * FULL
 
 
-def _saved_by_mlp(shape: ModelShape, setup: Setup) -> int:
-    """Bytes a token behind attention: the residual, its norm, and what the experts or the gate keep."""
+def _saved_by_mlp(shape: ModelShape) -> int:
+    """Bytes a token behind attention: the residual, and of experts what they were given."""
     sizes = shape.hidden * (3 if shape.norms_outputs else 1)
     norms = (3 if shape.norms_outputs else 1) * FULL  # 1 / rms
     if shape.experts:
-        sizes += shape.hidden
-        return sizes * HALF + shape.top_k * (8 + FULL) + norms  # indices and weights of the router
-    sizes += 2 * shape.intermediate
-    if setup.lora_targets == "all":
-        sizes += shape.hidden + shape.intermediate + 3 * setup.lora_rank
+        sizes += shape.hidden  # normalised; a dense MLP makes that again
+        norms += shape.top_k * (8 + FULL)  # indices and weights of the router
     return sizes * HALF + norms
 
 
 def saved_bytes(shape: ModelShape, setup: Setup, tokens: int) -> int:
     """What a layer keeps for backward when it is not checkpointed, its input included."""
-    each = _saved_by_attention(shape, setup) + _saved_by_mlp(shape, setup)
+    each = _saved_by_attention(shape, setup) + _saved_by_mlp(shape)
     return tokens * each + input_bytes(shape, tokens)
 
 
 def holding_bytes(shape: ModelShape, tokens: int) -> int:
-    """The first projection of a layer's experts, where it is held instead of computed again."""
-    return tokens * shape.top_k * 2 * shape.intermediate * HALF
+    """What a layer's experts or MLP projected first, where it is held instead of computed again."""
+    return tokens * max(shape.top_k, 1) * 2 * shape.intermediate * HALF
+
+
+def surviving_bytes(shape: ModelShape, setup: Setup, tokens: int) -> list[int]:
+    """By layer, the output and the normalisers of full attention, where it is ours."""
+    each = tokens * (shape.query_size * HALF + shape.heads * FULL) if _is_ours(shape, setup) else 0
+    return [each * shape.has_full_attention(index) for index in range(shape.layers)]
+
+
+def _is_ours(shape: ModelShape, setup: Setup) -> bool:
+    """Whether attention runs by this project's kernels."""
+    return shape.has_sinks or setup.config.attention != "auto"
 
 
 def _padded_rank(shape: ModelShape, setup: Setup) -> int:
@@ -199,37 +237,49 @@ def _expert_tile(shape: ModelShape, setup: Setup, tokens: int) -> int:
     return tile + experts * FULL + rank * shape.experts * (hidden + size) * HALF
 
 
+def _mlp_tile(shape: ModelShape, setup: Setup, tokens: int) -> int:
+    """Backward of one tile of tokens through a dense MLP, decoded weights and the sums of the gradients."""
+    rows = min(tokens, tiled_mlp.TILE)
+    tile = rows * (4 * shape.intermediate + 3 * shape.hidden) * HALF  # gate, up, h, dh; normalised twice, its gradient
+    sizes = [size for name, size in shape.linears().items() if name in ("gate_proj", "up_proj", "down_proj")]
+    decoded = decoded_bytes(shape, setup) * (len(sizes) if tokens > tiled_mlp.TILE else 1)
+    sums = setup.lora_rank * sum(inputs + outputs for inputs, outputs in sizes) if setup.lora_targets == "all" else 0
+    return tile + decoded + sums * FULL
+
+
 def _mlp_backward(shape: ModelShape, setup: Setup, tokens: int) -> int:
-    """Beyond what is saved, while the gradient passes the experts or the gate; the residual's gradient included."""
-    residual = input_bytes(shape, tokens)
+    """Beyond what is saved, while the gradient passes the experts or the MLP; the residual's gradient included."""
+    residual = 2 * input_bytes(shape, tokens)
     if shape.experts:
-        return 2 * residual + _expert_tile(shape, setup, tokens) + decoded_bytes(shape, setup)
-    size = tokens * shape.intermediate * HALF
-    freed = size if setup.lora_targets == "all" else 0  # the activation, when the gate's backward runs
-    return residual + max(size + decoded_bytes(shape, setup), 3 * size - freed)
+        return residual + _expert_tile(shape, setup, tokens) + decoded_bytes(shape, setup)
+    return residual + _mlp_tile(shape, setup, tokens)
 
 
 def _attention_backward(shape: ModelShape, setup: Setup, tokens: int) -> int:
     """Beyond what is saved up to there, while the gradient passes attention."""
     query, kv = tokens * shape.query_size, tokens * shape.kv_size
-    ours = shape.has_sinks or setup.config.attention != "auto"
-    if ours:
+    gradients = 2 * query + 2 * kv  # of o and q, of k and v
+    if _is_ours(shape, setup):
         sums = tokens * shape.heads * FULL
-        if setup.config.attention in ("auto", "fa4"):
-            sums += min(query * FULL, GROUP_BYTES)
+        if setup.config.attention == "triton":
+            gradients -= query  # o is let go before dq is made
+        else:
+            sums += min(query * FULL, GROUP_BYTES)  # flash-attn-4's, where `auto` takes it
     else:  # flash attention of torch: dq summed in float32, dk and dv of every query head
         sums = query * FULL + (2 * query * HALF if shape.heads != shape.kv_heads else 0)
-    return input_bytes(shape, tokens) + 2 * (query + kv) * HALF + sums
+    return input_bytes(shape, tokens) + gradients * HALF + sums
 
 
-def backward_bytes(shape: ModelShape, setup: Setup, tokens: int) -> int:
-    """The most that one layer's backward holds beside its input: what it saved, and what is being computed."""
+def backward_bytes(shape: ModelShape, setup: Setup, tokens: int, coming: int = 0) -> int:
+    """The most that one layer's backward holds beside its input: what it saved, and what is being computed.
+
+    Args:
+        coming: bytes of the next layer's input on its way, which ``min_memory`` sends for when the tail is over.
+    """
     attention = tokens * _saved_by_attention(shape, setup)
-    mlp = tokens * _saved_by_mlp(shape, setup)
-    return attention + max(
-        mlp + _mlp_backward(shape, setup, tokens),
-        _attention_backward(shape, setup, tokens),
-    )
+    mlp = tokens * _saved_by_mlp(shape) + _mlp_backward(shape, setup, tokens)
+    late = setup.config.memory_policy == "min_memory"
+    return attention + max(mlp + (0 if late else coming), _attention_backward(shape, setup, tokens) + coming)
 
 
 def loss_bytes(shape: ModelShape, setup: Setup, tokens: int) -> int:
@@ -250,6 +300,7 @@ class Peak:
         moment: ``loss``, ``layer N`` or ``optimizer``.
         terms: what the bytes are.
         host_bytes: of layer inputs that wait in host memory.
+        streamed_bytes: of weights there.
         plan: which layers are checkpointed, and where their inputs are.
     """
 
@@ -257,14 +308,17 @@ class Peak:
     moment: str
     terms: dict[str, int]
     host_bytes: int
+    streamed_bytes: int
     plan: Plan
 
 
 def fixed_terms(shape: ModelShape, setup: Setup) -> dict[str, int]:
     """What is on the device all the time."""
     count = shape.layers * adapter_parameters(shape, setup)
+    experts = shape.layers * packed_bytes(shape) if _streams(setup) else 0
     return {
-        "base weights": base_bytes(shape, setup),
+        "base weights": base_bytes(shape, setup) - experts,
+        "streamed weights": packed_bytes(shape) if _streams(setup) else 0,  # one layer's, on their way
         "adapters": count * FULL,
         "optimizer states": int(count * _STATES[setup.optimizer]),
         "cuBLAS workspace": _WORKSPACE,
@@ -272,40 +326,44 @@ def fixed_terms(shape: ModelShape, setup: Setup) -> dict[str, int]:
 
 
 def step_peak(shape: ModelShape, setup: Setup, tokens: int, plan: Plan) -> Peak:
-    """Walk through one step under ``plan``."""
+    """Walk through one step under ``plan``; ``weights`` of the config is ``resident`` or ``streamed``."""
     layers, one = shape.layers, input_bytes(shape, tokens)
     first = min(plan.first_kept, layers)
     moves = plan.inputs_on_host and one >= setup.config.offload_min_bytes
-    held = HostStore.for_policy(setup.config.memory_policy, 0).hold
+    in_flight = HostStore.for_policy(setup.config.memory_policy, 0).hold
     kept, holding = saved_bytes(shape, setup, tokens), holding_bytes(shape, tokens)
+    surviving = surviving_bytes(shape, setup, tokens)
     fixed = fixed_terms(shape, setup)
     gradients = adapter_parameters(shape, setup) * FULL
 
     def inputs(done: int) -> int:
-        """Of checkpointed layers before layer ``done``, on the device."""
-        count = min(done, first)
-        return one * (min(count, held) if moves else count)
+        """How many wait of the checkpointed layers before layer ``done``."""
+        return -(-min(done, first) // setup.config.every_n_layers)
 
     def activations(done: int) -> dict[str, int]:
+        """Of the layers before layer ``done``, on the device."""
         return {
-            "inputs of checkpointed layers": inputs(done),
+            "inputs of checkpointed layers": one * (min(inputs(done), in_flight) if moves else inputs(done)),
+            "results of full attention": sum(surviving[plan.first_surviving : min(done, first)]),
             "layers without a checkpoint": kept * max(done - first, 0),
-            "held projections of experts": holding * max(done - max(plan.first_holding, first), 0),
+            "first projections held": holding * max(done - max(plan.first_holding, first), 0),
         }
 
     moments = {"loss": activations(layers) | {"loss": loss_bytes(shape, setup, tokens)}}
     for index in range(layers - 1, -1, -1):
-        working = backward_bytes(shape, setup, tokens) + one
         now = activations(index) | {"gradients": gradients * (layers - 1 - index)}
-        if moves and index and index < first:
-            now["inputs of checkpointed layers"] = one  # the next one, on its way back
-        if index >= plan.first_holding:
-            now["held projections of experts"] += holding
-        moments[f"layer {index}"] = now | {"backward of one layer": working}
+        coming = one if moves and 0 < index < first else 0
+        if moves and index < first:
+            now["inputs of checkpointed layers"] = 0  # but for the next, which is in the term below
+        if index >= max(plan.first_holding, first):
+            now["first projections held"] += holding
+        moments[f"layer {index}"] = now | {"backward of one layer": one + backward_bytes(shape, setup, tokens, coming)}
     moments["optimizer"] = {"gradients": gradients * layers}
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {name: size for name, size in (fixed | moments[moment]).items() if size}
-    return Peak(sum(terms.values()), moment, terms, one * first if moves else 0, plan)
+    host = one * inputs(layers) if moves else 0
+    streamed = layers * packed_bytes(shape) if _streams(setup) else 0
+    return Peak(sum(terms.values()), moment, terms, host, streamed, plan)
 
 
 def least_plan(shape: ModelShape, setup: Setup) -> Plan:
@@ -313,23 +371,28 @@ def least_plan(shape: ModelShape, setup: Setup) -> Plan:
     return Plan(shape.layers, setup.config.memory_policy != "on_device")
 
 
-def predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | None = None) -> Peak:
+def predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | None = None, spend: bool = False) -> Peak:
     """The peak of a step.
 
     Args:
         tokens: T, of all rows together.
-        device_bytes: what the process may have; under ``auto`` what is left is spent on layers without a checkpoint.
-            ``None``: the least that the policy can do with.
+        device_bytes: what the process may have; ``weights="auto"`` goes by it, and streams nothing without.
+        spend: under ``memory_policy="auto"``, with what is left spent on layers without a checkpoint; otherwise the
+            least that the policy can do with.
     """
+    setup = with_weights_placed(shape, setup, device_bytes)
     least = step_peak(shape, setup, tokens, least_plan(shape, setup))
-    if device_bytes is None or setup.config.memory_policy != "auto":
+    if device_bytes is None or not spend or setup.config.memory_policy != "auto":
         return least
-    fixed = sum(fixed_terms(shape, setup).values())
-    beside = replace(least.plan, inputs_on_host=True)
-    need = step_peak(shape, setup, tokens, beside).device_bytes - fixed
-    free = int(device_bytes * (1 - MARGIN)) - fixed - need
-    kept = [saved_bytes(shape, setup, tokens)] * shape.layers
-    inputs = [input_bytes(shape, tokens)] * shape.layers
-    holding = [holding_bytes(shape, tokens)] * shape.layers if shape.experts else []
-    plan = choose(max(free, 0), kept, inputs, None, holding)
+    one = input_bytes(shape, tokens)
+    free = int(device_bytes * (1 - MARGIN)) - least.device_bytes
+    every = setup.config.every_n_layers
+    plan = choose(
+        max(free, 0),
+        [saved_bytes(shape, setup, tokens)] * shape.layers,
+        [one * (index % every == 0) for index in range(shape.layers)],
+        None,
+        [holding_bytes(shape, tokens)] * shape.layers,
+        surviving_bytes(shape, setup, tokens),
+    )
     return step_peak(shape, setup, tokens, plan)

@@ -38,7 +38,8 @@ class Need:
         tokens: of all rows of the batch together.
         peak_gib: in tensors on the device at the largest moment.
         reserved_gib: what torch's allocator takes for that; this must fit.
-        host_gib: of host memory, the process included.
+        host_gib: of host memory: the process, inputs of layers, streamed weights.
+        inputs_gib: of these, inputs of layers.
         moment: when the peak is.
         terms_gib: what it is made of.
         checkpointed: layers that are computed twice.
@@ -49,6 +50,7 @@ class Need:
     peak_gib: float
     reserved_gib: float
     host_gib: float
+    inputs_gib: float
     moment: str
     terms_gib: dict[str, float]
     checkpointed: int
@@ -61,7 +63,8 @@ class Need:
             tokens=tokens,
             peak_gib=peak.device_bytes / GIB,
             reserved_gib=peak.device_bytes * RESERVED / GIB,
-            host_gib=PROCESS_GIB + peak.host_bytes / GIB,
+            host_gib=PROCESS_GIB + (peak.host_bytes + peak.streamed_bytes) / GIB,
+            inputs_gib=peak.host_bytes / GIB,
             moment=peak.moment,
             terms_gib={name: size / GIB for name, size in peak.terms.items()},
             checkpointed=peak.plan.first_kept,
@@ -127,12 +130,12 @@ class PlanReport:
 
 def fits(shape: ModelShape, setup: Setup, tokens: int, usable_gib: float, host_ram_gib: float | None) -> bool:
     """Whether a step of that length fits at its least."""
-    need = Need.of(tokens, predict(shape, setup, tokens))
+    need = Need.of(tokens, predict(shape, setup, tokens, int(usable_gib * GIB)))
     limit = setup.config.host_memory_gib
     return (
         need.reserved_gib <= usable_gib
         and (host_ram_gib is None or need.host_gib <= host_ram_gib)
-        and (limit is None or need.host_gib - PROCESS_GIB <= limit)
+        and (limit is None or need.inputs_gib <= limit)
     )
 
 
@@ -155,6 +158,9 @@ def _changes(shape: ModelShape, setup: Setup) -> list[tuple[str, Setup]]:
     if setup.config.memory_policy != "min_memory":
         config = replace(setup.config, memory_policy="min_memory")
         found.append(('memory_policy="min_memory"', replace(setup, config=config)))
+    if setup.dtype == "mxfp4" and setup.config.weights != "streamed":
+        config = replace(setup.config, weights="streamed")
+        found.append(('weights="streamed"', replace(setup, config=config)))
     if setup.optimizer == "adamw":
         found.append(("the 8-bit AdamW of bitsandbytes", replace(setup, optimizer="adamw_8bit")))
     if setup.dtype != small:
@@ -171,8 +177,8 @@ def _remedies(
 ) -> tuple[Remedy, ...]:
     """Every single change that is enough; where none is, several together; and always a shorter context."""
 
-    def remedy(change: str, changed: Setup, length: int = tokens) -> Remedy:
-        need = Need.of(length, predict(shape, changed, length))
+    def remedy(change: str, changed: Setup, length: int = tokens, gib: float = usable_gib) -> Remedy:
+        need = Need.of(length, predict(shape, changed, length, int(gib * GIB)))
         return Remedy(change, need.peak_gib, need.host_gib)
 
     def is_enough(changed: Setup) -> bool:
@@ -192,13 +198,13 @@ def _remedies(
         found.append(remedy(f"a context of {shorter:,} tokens", setup, shorter))
     bigger = next((card for card in CARDS if fits(shape, setup, tokens, card.usable_gib, host_ram_gib)), None)
     if bigger is not None:
-        found.append(remedy(f"a card of {bigger.gb} GB ({bigger.names[-1]})", setup))
+        found.append(remedy(f"a card of {bigger.gb} GB ({bigger.names[-1]})", setup, gib=bigger.usable_gib))
     return tuple(found)
 
 
 def _limit(shape: ModelShape, setup: Setup, card: Card, host_ram_gib: float | None) -> Limit:
     tokens = longest(shape, setup, card.usable_gib, host_ram_gib)
-    host = Need.of(tokens, predict(shape, setup, tokens)).host_gib if tokens else 0.0
+    host = Need.of(tokens, predict(shape, setup, tokens, int(card.usable_gib * GIB))).host_gib if tokens else 0.0
     return Limit(card.gb, card.usable_gib, card.names, tokens, host)
 
 
@@ -216,6 +222,11 @@ def _notes(shape: ModelShape, setup: Setup, card: str | None, tokens: int | None
         notes.append(f"{shape.name} was trained on up to {shape.trained_tokens:,} positions.")
     if card is not None and card.endswith("*"):
         notes.append(f"{card.rstrip('*')} has no bf16: train in fp16.")
+    if setup.dtype == "mxfp4" and setup.config.weights == "auto":
+        notes.append(
+            'weights="auto" streams by the model, not by the context: a larger card may take less than a '
+            'smaller one. weights="streamed" takes the most.'
+        )
     if not shape.experts:
         notes.append("Checked against counted tensors, not yet against a measured peak: dense models on a GPU.")
     if setup.config.gradient_checkpointing is False:
@@ -296,8 +307,8 @@ def plan(
         there = longest(shape, setup, usable, host_ram_gib)
     if tokens is not None:
         fit = None if usable is None else fits(shape, setup, tokens, usable, host_ram_gib)
-        spend = int(usable * GIB) if fit and usable is not None else None
-        need = Need.of(tokens, predict(shape, setup, tokens, spend))
+        device_bytes = None if usable is None else int(usable * GIB)
+        need = Need.of(tokens, predict(shape, setup, tokens, device_bytes, spend=fit is True))
         if fit is False and usable is not None:
             remedies = _remedies(shape, setup, tokens, usable, host_ram_gib)
     return PlanReport(

@@ -50,6 +50,10 @@ class ModelShape:
         """Attention with learned sinks."""
         return self.family == "gpt_oss"
 
+    def has_full_attention(self, index: int) -> bool:
+        """Whether that layer sees all keys; the others of its family have a window."""
+        return (index + 1) % {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6}.get(self.family, 1) == 0
+
     @property
     def norms_query_and_key(self) -> bool:
         """A norm over each head of q and k, which keeps its input."""

@@ -124,15 +124,19 @@ def test_nf4_weights() -> None:
 
 @pytest.mark.parametrize("tokens", [2048, 8192])
 def test_measured_step_of_gpt_oss(tokens: int) -> None:
-    """Not the row of 32,768 tokens: it was measured before `auto` looked at a new longest length first."""
+    """Rows from when a layer that is kept also kept its first norm's output, which is added here.
+
+    Not the row of 32,768 tokens: `auto` did not look at a new longest length first then.
+    """
     shape, setup = BUILT_IN["gpt-oss-20b"], Setup("mxfp4")
     rows = rows_of("h200-2026-12-02-step.json", bench="step", model="gpt-oss-20b", ctx=tokens)
     rows = [row for row in rows if row["impl"].startswith("ours")]
     assert len(rows) == 2
     for row in rows:
         assert row["trainable_params"] == shape.layers * memory.adapter_parameters(shape, setup)
-        told = predict(shape, setup, tokens, int(row["cap_gib"] * GIB))
-        assert -0.01 <= told.device_bytes / GIB / row["peak_gib"] - 1 <= 0.01
+        told = predict(shape, setup, tokens, int(row["cap_gib"] * GIB), spend=True)
+        normalised = shape.layers * memory.input_bytes(shape, tokens)
+        assert (told.device_bytes + normalised) / GIB == pytest.approx(row["peak_gib"], rel=0.01)
     (load,) = rows_of("h200-2026-12-02-step.json", bench="load", impl="ours")
     assert memory.base_bytes(shape, setup) / GIB == pytest.approx(load["peak_gib"], abs=0.001)
 
@@ -173,8 +177,8 @@ def test_the_longest_context_is_the_longest(model: str, dtype: Any, policy: Any)
     assert report.usable_gib is not None
     assert fits(shape, report.setup, report.longest, report.usable_gib, 48)
     assert not fits(shape, report.setup, report.longest + 256, report.usable_gib, 48)
-    tokens = [limit.tokens for limit in report.limits]
-    assert tokens == sorted(tokens) and report.longest in tokens
+    limits = [limit.tokens for limit in report.limits if limit.usable_gib >= report.usable_gib]
+    assert limits == sorted(limits) and report.longest in limits
 
 
 def test_memory_grows_with_tokens_under_every_policy() -> None:
@@ -189,21 +193,37 @@ def test_auto_spends_what_is_left_and_no_more() -> None:
     shape, setup = BUILT_IN["gpt-oss-20b"], Setup("mxfp4")
     before = 0
     for cap in (24, 32, 40, 79):
-        told = predict(shape, setup, 8192, cap * GIB).device_bytes
+        told = predict(shape, setup, 8192, cap * GIB, spend=True).device_bytes
         assert before <= told <= cap * GIB
         before = told
 
 
 def test_remedies_make_it_fit() -> None:
-    report = plan("gpt-oss-120b", gpu="H100", ctx=8192)
+    report = plan("gpt-oss-120b", gpu="H100", ctx=8192, weights="resident")
     assert report.fits is False and report.need is not None
     changes = [remedy.change for remedy in report.remedies]
-    assert "lora_rank=8" in changes and plan("gpt-oss-120b", gpu="H100", ctx=8192, lora_rank=8).fits
+    assert "lora_rank=8" in changes and plan("gpt-oss-120b", gpu="H100", ctx=8192, weights="resident", lora_rank=8).fits
     assert any("GH200" in change for change in changes)
     shorter = plan("mistral-7b", dtype="nf4", vram_gib=24, ctx=2_000_000)
     assert shorter.longest is not None and f"a context of {shorter.longest:,} tokens" in [
         remedy.change for remedy in shorter.remedies
     ]
+
+
+def test_streamed_weights_leave_room() -> None:
+    small = plan("gpt-oss-20b", gpu="RTX 4080", ctx=16384)  # `auto` streams there
+    assert small.fits and small.need is not None and small.need.terms_gib["base weights"] < 4
+    assert small.need.host_gib > memory.packed_bytes(BUILT_IN["gpt-oss-20b"]) * 24 / GIB
+    assert not plan("gpt-oss-20b", gpu="RTX 4080", ctx=16384, weights="resident").fits
+    large = plan("gpt-oss-20b", gpu="RTX 4090", ctx=131072)
+    assert 'weights="streamed"' in [remedy.change for remedy in large.remedies]
+    with pytest.raises(ConfigError, match="streamed"):
+        plan("mistral-7b", dtype="nf4", weights="streamed")
+
+
+def test_pairs_halve_what_waits_on_the_host() -> None:
+    one, two = (plan("mistral-7b", dtype="nf4", ctx=65536, every_n_layers=n).need for n in (1, 2))
+    assert one is not None and two is not None and two.inputs_gib == one.inputs_gib / 2 > 0
 
 
 def test_host_memory_limits_too() -> None:
