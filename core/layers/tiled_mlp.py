@@ -102,7 +102,9 @@ def _backward(
         if dx_NI is not None and d_part is not None:
             if norm_N is not None:
                 (d_part,) = torch.autograd.grad(normal, source, d_part)
+                del normal
             dx_NI[rows] = d_part
+        del d_inner, d_part, part, source  # or the next tile's would be made beside them
     return dx_NI, [*first.gradients(want_first), *down.gradients(want_down)]
 
 
