@@ -242,7 +242,7 @@ def attention(device: torch.device, dtype: torch.dtype) -> list[Finding]:
 def grouped_gemm(device: torch.device, dtype: torch.dtype) -> list[Finding]:
     """``torch._grouped_mm``, which the experts' speed comes from."""
     if not supports_grouped_mm(device, dtype):
-        gain = "experts at GEMM speed; without it they run in a loop"
+        gain = "torch's grouped GEMM for experts; other kernels or a loop serve instead"
         return [Finding("grouped GEMM", "missing", f"{dtype} on {device.type}".replace("torch.", ""), gain)]
     ends = torch.tensor([32, 32, 96], dtype=torch.int32, device=device)
 

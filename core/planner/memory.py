@@ -82,11 +82,11 @@ def check(shape: ModelShape, setup: Setup) -> None:
         ConfigError: the base can't be stored so.
         UnsupportedError: an option leads to code that is not described.
     """
-    if shape.experts and setup.dtype in ("nf4", "fp16"):
+    if shape.experts and setup.dtype == "nf4":
         raise ConfigError(
-            expected="dtype mxfp4 or bf16 for a model with experts",
+            expected="dtype mxfp4, bf16 or fp16 for a model with experts",
             got=setup.dtype,
-            remedy="bitsandbytes leaves experts as they are, and the tiled experts need bf16.",
+            remedy="bitsandbytes leaves experts as they are: use mxfp4.",
         )
     if setup.config.weights == "streamed" and setup.dtype != "mxfp4":
         raise ConfigError(
@@ -96,7 +96,11 @@ def check(shape: ModelShape, setup: Setup) -> None:
         )
     if not shape.experts and setup.dtype == "mxfp4":
         raise ConfigError(expected="dtype nf4, bf16 or fp16 for a dense model", got="mxfp4", remedy="Use nf4.")
-    described = {"attention": ("auto", "triton", "fa4"), "experts": ("auto", "grouped_mm"), "lora": ("auto", "fused")}
+    described = {
+        "attention": ("auto", "triton", "fa4"),
+        "experts": ("auto", "grouped_mm", "triton"),
+        "lora": ("auto", "fused"),
+    }
     described |= {"layers": ("auto", "triton"), "loss": ("auto", "chunked")}
     for name, values in described.items():
         if getattr(setup.config, name) not in values:

@@ -292,12 +292,6 @@ def plan(
     name: str | None = None
     if gpu is not None:
         card, name = find_card(gpu)
-        if name.endswith("*") and shape.experts:
-            raise ConfigError(
-                expected="a card with bf16 (Ampere or newer) for a model with experts",
-                got=name.rstrip("*"),
-                remedy="There the experts run in the plain loop, which is not planned.",
-            )
     usable = card.usable_gib if card else None if vram_gib is None else vram_gib - CONTEXT_GIB
     limits = tuple(_limit(shape, setup, each, host_ram_gib) for each in CARDS)
     tokens = None if ctx is None else ctx * batch

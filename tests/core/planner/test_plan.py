@@ -245,7 +245,6 @@ def test_host_memory_limits_too() -> None:
         ({"dtype": "nf4"}, "experts"),
         ({"optimizer": "lion"}, "adamw_8bit"),
         ({"memory_polcy": "auto"}, "memory_policy"),
-        ({"gpu": "T4"}, "bf16"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
@@ -258,6 +257,11 @@ def test_what_is_not_described_is_refused() -> None:
         plan("gpt-oss-20b", loss=None)
     with pytest.raises(ConfigError, match="mxfp4"):
         plan("mistral-7b", dtype="mxfp4")
+
+
+def test_cards_without_bf16_are_pointed_out() -> None:
+    assert any("T4 has no bf16" in note for note in plan("gpt-oss-20b", gpu="T4").notes)
+    assert not any("bf16" in note for note in plan("gpt-oss-20b", gpu="L4").notes)
 
 
 def test_cards_are_found_as_people_write_them() -> None:
