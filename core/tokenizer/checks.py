@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unsloth_plugins.core.errors import ConfigError
+from unsloth_plugins.core.tokenizer.ranked import is_ranked
 
 PROBES: tuple[str, ...] = (
     "",
@@ -125,7 +126,7 @@ def check_tokenizer(model_or_config: Any, tokenizer: Any) -> list[Finding]:
     """
     rows = rows_of(model_or_config)
     findings = [*_outside(rows, tokenizer), *_end(model_or_config, tokenizer), *_pad(tokenizer)]
-    findings += [*_bos(tokenizer), *_splitting(tokenizer), *_template(tokenizer)]
+    findings += [*_bos(model_or_config, tokenizer), *_splitting(tokenizer), *_template(tokenizer)]
     return [*findings, *_untrained(model_or_config, tokenizer)]
 
 
@@ -164,10 +165,14 @@ def _pad(tokenizer: Any) -> list[Finding]:
     return []
 
 
-def _bos(tokenizer: Any) -> list[Finding]:
+def _bos(model_or_config: Any, tokenizer: Any) -> list[Finding]:
     bos = tokenizer.bos_token_id
     if bos is None:
         return []
+    kind = getattr(getattr(model_or_config, "config", model_or_config), "model_type", "") or type(tokenizer).__name__
+    if kind.lower().startswith("gemma") and bos not in tokenizer("a").input_ids:
+        message = "no BOS is added to a text, and a Gemma without one talks nonsense"
+        return [Finding("bos-missing", message, "add one")]
     if tokenizer("a").input_ids[:2] == [bos, bos]:
         return [Finding("double-bos", "every text starts with two BOS tokens", "add one only")]
     text = render(tokenizer)
@@ -192,6 +197,9 @@ def _splitting(tokenizer: Any) -> list[Finding]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         content = json.loads(backend.to_str())
+        if is_ranked(content["model"]):
+            message = "the scores of a BPE are used as Unigram's: words are split into other pieces than in training"
+            found.append(Finding("unigram-of-bpe", message, "make it BPE again"))
         if content["model"].get("byte_fallback") and "ByteLevel" in json.dumps(content["pre_tokenizer"]):
             message = "byte_fallback is on in a byte-level tokenizer: converters take it for SentencePiece"
             found.append(Finding("byte-fallback", message, "switch it off"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import re
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from unsloth_plugins.core.tokenizer.checks import (
 )
 from unsloth_plugins.core.tokenizer.labels import assistant_labels
 from unsloth_plugins.core.tokenizer.pairs import set_added_tokens
+from unsloth_plugins.core.tokenizer.ranked import to_bpe
 from unsloth_plugins.core.tokenizer.templates import KNOWN, with_markers
 
 _log = logging.getLogger(__name__)
@@ -124,8 +126,14 @@ def _key(finding: Finding) -> tuple[str, str]:
 
 
 def _order(findings: list[Finding]) -> list[Finding]:
-    """The template first, since the end token follows from it, and padding after the end token."""
-    order = ["chat-template-missing", "generation-markers-missing", "special-token-splits", "eos-is-not-end-of-turn"]
+    """What tokens there are, then the template, since the end token follows from it; padding after the end token."""
+    order = [
+        "unigram-of-bpe",
+        "chat-template-missing",
+        "generation-markers-missing",
+        "special-token-splits",
+        "eos-is-not-end-of-turn",
+    ]
     return sorted(findings, key=lambda each: order.index(each.code) if each.code in order else len(order))
 
 
@@ -143,8 +151,10 @@ def _change(finding: Finding, model: Any, tokenizer: Any, template: str | None, 
         return _new_pad(model, tokenizer)
     if finding.code == "ids-outside-embedding":
         return resize_embeddings(model, tokenizer) if hasattr(model, "resize_token_embeddings") else None
-    if finding.code == "double-bos":
+    if finding.code in ("double-bos", "bos-missing"):
         return _one_bos(tokenizer)
+    if finding.code == "unigram-of-bpe":
+        return _as_bpe(tokenizer)
     if finding.code == "special-token-splits":
         return _as_special(tokenizer, str(finding.token))
     if finding.code == "byte-fallback":
@@ -216,7 +226,14 @@ def _one_bos(tokenizer: Any) -> str | None:
     backend.post_processor = TemplateProcessing(
         single=f"{bos} $A{tail}", pair=f"{bos} $A{tail} $B:1{tail and tail + ':1'}", special_tokens=known
     )
-    return "one BOS is added to a text, it was two"
+    return "one BOS is added to a text now"
+
+
+def _as_bpe(tokenizer: Any) -> str:
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    to_bpe(content)
+    tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(content))
+    return f"a BPE of {len(content['model']['merges'])} merges, with {len(content['added_tokens'])} added tokens"
 
 
 def _new_template(tokenizer: Any, template: str, add_tokens: bool) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
-from assets import gpt_oss_tokenizer_dir, mistral_tokenizer_dir, smollm2_gguf
+from assets import gemma3_tokenizer_dir, gpt_oss_tokenizer_dir, mistral_tokenizer_dir, smollm2_gguf, sotu_texts
 from transformers import AutoConfig, AutoTokenizer
 
 from unsloth_plugins.core.tokenizer import PROBES, assistant_labels, check_tokenizer, repair_tokenizer
@@ -55,6 +58,45 @@ def test_smollm2_as_its_gguf_gives_it_is_found_and_repaired(older: bool) -> None
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
     kept = [label for label in assistant_labels(tokenizer, CHAT)["labels"] if label >= 0]
     assert tokenizer.decode(kept) == "4<|im_end|>6<|im_end|>10<|im_end|>"
+
+
+def _as_5_16_reads_a_gguf(source: Path, target: Path) -> Path:
+    """Gemma 3's tokenizer as transformers 5.16 makes it from a GGUF: Unigram, five added tokens, no BOS."""
+    content = json.loads((source / "tokenizer.json").read_text())
+    added = {token["content"] for token in content["added_tokens"]}
+    rank, pieces = 0, []
+    for piece, _ in sorted(content["model"]["vocab"].items(), key=lambda pair: pair[1]):
+        byte = piece.startswith("<0x") and len(piece) == 6
+        pieces.append(
+            ["\t" if piece == "<0x09>" else piece, 0.0 if byte else -1000.0 if piece in added else -float(rank)]
+        )
+        rank += not (byte or piece in added)
+    content["model"] = {"type": "Unigram", "unk_id": 3, "byte_fallback": True, "vocab": pieces}
+    content["added_tokens"], content["post_processor"] = content["added_tokens"][:5], None
+    (target / "tokenizer.json").write_text(json.dumps(content))
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    settings = special | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (target / "tokenizer_config.json").write_text(json.dumps(settings))
+    return target
+
+
+def test_gemma3_as_its_gguf_gave_it_is_found_and_repaired(tmp_path: Path) -> None:
+    genuine = AutoTokenizer.from_pretrained(gemma3_tokenizer_dir())
+    tokenizer = AutoTokenizer.from_pretrained(_as_5_16_reads_a_gguf(gemma3_tokenizer_dir(), tmp_path))
+    assert tokenizer("hello world").input_ids == [3983, 844, 515, 504, 671]  # what 5.16 gave
+    config = AutoConfig.for_model("gemma3_text")
+    assert {"unigram-of-bpe", "bos-missing"} <= {finding.code for finding in check_tokenizer(config, tokenizer)}
+    done = repair_tokenizer(config, tokenizer).done
+    assert [entry.split(":")[0] for entry in done][:2] == ["unigram-of-bpe", "bos-missing"]
+    texts = [
+        *PROBES,
+        "<start_of_turn>user\nhi<end_of_turn>\n",
+        *(path.read_text()[:3000] for path in sotu_texts()[::25]),
+    ]
+    for text in texts:
+        assert tokenizer(text).input_ids == genuine(text).input_ids, text
+    assert repair_tokenizer(config, tokenizer).done == []
+    assert not {"unigram-of-bpe", "bos-missing"} & {each.code for each in check_tokenizer(config, genuine)}
 
 
 def test_chatml_on_a_real_sentencepiece_tokenizer() -> None:
