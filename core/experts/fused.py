@@ -258,6 +258,7 @@ def _backward(
             dha_Mr = (dh_MK[:, second.inputs :] * scale_M1).to(x.dtype)
             ha_Mr = layer.gemm.product(hidden_MI, second.a_ErI.transpose(1, 2), ends_E)
             grads[1].add(hidden_MI, dha_Mr, (ha_Mr * scale_M1).to(x.dtype), dout_MH, ends_E)
+            del dha_Mr, ha_Mr
         if base[1].weight is not None:
             base[1].add_weight(torch.mul(hidden_MI, scale_M1, out=hidden_MI), dout_MH, ends_E)
         del dh_MK, more_MI, hidden_MI, dout_MH

@@ -227,6 +227,22 @@ def decoded_bytes(shape: ModelShape, setup: Setup) -> int:
     return 0
 
 
+def staying_bytes(shape: ModelShape, setup: Setup) -> int:
+    """What the experts of one layer take when they stay decoded; zero where they can't."""
+    if not shape.experts or setup.dtype != "mxfp4" or _streams(setup):
+        return 0
+    return decoded_bytes(shape, setup) + _scaled_a_bytes(shape, setup)
+
+
+def _scaled_a_bytes(shape: ModelShape, setup: Setup) -> int:
+    return _padded_rank(shape, setup) * shape.experts * sum(inputs for inputs, _ in shape.expert_linears()) * HALF
+
+
+def _every(setup: Setup) -> int:
+    """Of so many checkpointed layers one input waits."""
+    return 2 if setup.config.checkpoint_pairs else 1
+
+
 def _expert_tile(shape: ModelShape, setup: Setup, tokens: int) -> int:
     """Backward of one tile of tokens through the experts, and the sums of the adapters' gradients."""
     rows = min(tokens, TILE)
@@ -238,7 +254,7 @@ def _expert_tile(shape: ModelShape, setup: Setup, tokens: int) -> int:
     if not rank:
         return tile
     experts = setup.lora_rank * shape.experts * sum(i + o for i, o in shape.expert_linears())
-    return tile + experts * FULL + rank * shape.experts * (hidden + size) * HALF
+    return tile + experts * FULL + _scaled_a_bytes(shape, setup)
 
 
 def _mlp_tile(shape: ModelShape, setup: Setup, tokens: int) -> int:
@@ -337,12 +353,13 @@ def step_peak(shape: ModelShape, setup: Setup, tokens: int, plan: Plan) -> Peak:
     in_flight = HostStore.for_policy(setup.config.memory_policy, 0).hold
     kept, holding = saved_bytes(shape, setup, tokens), holding_bytes(shape, tokens)
     surviving = surviving_bytes(shape, setup, tokens)
-    fixed = fixed_terms(shape, setup)
+    staying = staying_bytes(shape, setup)
+    fixed = fixed_terms(shape, setup) | {"decoded experts": plan.decoded * staying}
     gradients = adapter_parameters(shape, setup) * FULL
 
     def inputs(done: int) -> int:
         """How many wait of the checkpointed layers before layer ``done``."""
-        return -(-min(done, first) // setup.config.every_n_layers)
+        return -(-min(done, first) // _every(setup))
 
     def activations(done: int) -> dict[str, int]:
         """Of the layers before layer ``done``, on the device."""
@@ -361,7 +378,8 @@ def step_peak(shape: ModelShape, setup: Setup, tokens: int, plan: Plan) -> Peak:
             now["inputs of checkpointed layers"] = 0  # but for the next, which is in the term below
         if index >= max(plan.first_holding, first):
             now["first projections held"] += holding
-        moments[f"layer {index}"] = now | {"backward of one layer": one + backward_bytes(shape, setup, tokens, coming)}
+        pass_bytes = backward_bytes(shape, setup, tokens, coming) - staying * (index >= layers - plan.decoded)
+        moments[f"layer {index}"] = now | {"backward of one layer": one + pass_bytes}
     moments["optimizer"] = {"gradients": gradients * layers}
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {name: size for name, size in (fixed | moments[moment]).items() if size}
@@ -390,7 +408,7 @@ def predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | No
         return least
     one = input_bytes(shape, tokens)
     free = int(device_bytes * (1 - MARGIN)) - least.device_bytes
-    every = setup.config.every_n_layers
+    every = _every(setup)
     plan = choose(
         max(free, 0),
         [saved_bytes(shape, setup, tokens)] * shape.layers,
@@ -398,5 +416,6 @@ def predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | No
         None,
         [holding_bytes(shape, tokens)] * shape.layers,
         surviving_bytes(shape, setup, tokens),
+        staying_bytes(shape, setup),
     )
     return step_peak(shape, setup, tokens, plan)

@@ -63,7 +63,7 @@ def _equal(one: Any, two: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "every_n_layers": 2}]
+    "options", [{}, {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "checkpoint_pairs": True}]
 )
 def test_steps_and_evaluations_are_bit_equal_to_resident_ones(copies: SimulatedCopies, options: dict[str, Any]) -> None:
     resident = _with_adapters(weights="resident", **options)

@@ -222,7 +222,7 @@ def test_streamed_weights_leave_room() -> None:
 
 
 def test_pairs_halve_what_waits_on_the_host() -> None:
-    one, two = (plan("mistral-7b", dtype="nf4", ctx=65536, every_n_layers=n).need for n in (1, 2))
+    one, two = (plan("mistral-7b", dtype="nf4", ctx=65536, checkpoint_pairs=pairs).need for pairs in (False, True))
     assert one is not None and two is not None and two.inputs_gib == one.inputs_gib / 2 > 0
 
 
