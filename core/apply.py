@@ -25,7 +25,13 @@ from unsloth_plugins.core.models.adapters import (
     experts_left_out,
     missing_adapters,
 )
-from unsloth_plugins.core.models.attention import ConfigSwap, attention_backend, patch_attention, why_not
+from unsloth_plugins.core.models.attention import (
+    ConfigSwap,
+    attention_backend,
+    needs_less_memory,
+    patch_attention,
+    why_not,
+)
 from unsloth_plugins.core.models.binding import ModelParts, is_layer
 from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
 from unsloth_plugins.core.models.experts import (
@@ -257,6 +263,9 @@ class Applied:
         if choice is None:
             self._note("attention", "left alone", "switched off in the config")
             return
+        sparing = choice == "auto" and self.config.memory_policy == "min_memory" and needs_less_memory(self.parts)
+        if sparing:
+            choice = "triton"
         reason = why_not(self.parts, asked=choice != "auto")
         if reason is not None:
             if choice != "auto":
@@ -270,6 +279,8 @@ class Applied:
                 _warn("Attention with sinks is left alone: %s. Packed documents may see each other.", reason)
             return
         choice, backend, why = attention_backend(self.parts, choice)
+        if sparing:
+            why = f"{why}, in place of sdpa, which needs more memory"
         self._configs = patch_attention(self.parts, self._patches, choice)
         self._note("attention", "on", f"{backend} sink attention ({why}), linear memory, packed documents kept apart")
 

@@ -28,9 +28,9 @@ class UnslothConfig:
 
     attention: Literal["auto", "triton", "fa4", "flex", "eager"] | None = "auto"
     """``auto`` takes over attention with sinks (gpt-oss), by the fastest kernels that run, and leaves other models on
-    their own implementation; ``triton`` (our kernels), ``fa4`` (flash-attn-4), ``flex`` (torch's flex attention) and
-    ``eager`` (plain PyTorch) take over every recognised attention and raise where they can't; ``None`` leaves all
-    alone."""
+    their own implementation, but for ``sdpa`` under ``memory_policy="min_memory"``; ``triton`` (our kernels), ``fa4``
+    (flash-attn-4), ``flex`` (torch's flex attention) and ``eager`` (plain PyTorch) take over every recognised
+    attention and raise where they can't; ``None`` leaves all alone."""
 
     experts: Literal["auto", "reference", "grouped_mm", "triton"] | None = "auto"
     """Mixture-of-experts layers: ``grouped_mm`` and ``triton`` are one grouped GEMM for all experts, torch's (bf16 on
@@ -67,10 +67,11 @@ class UnslothConfig:
 
     memory_policy: Literal["auto", "min_memory", "offload_all", "on_device"] = "auto"
     """What layers with gradient checkpointing do. ``auto``: the fastest that fits; on CUDA as many layers as there is
-    memory for are not checkpointed after all, and the inputs of the others go to host memory where that makes room; on
-    other devices as ``on_device``, but for accelerators, whose inputs go to the host. ``offload_all``: every layer is
-    checkpointed, every input goes to the host. ``min_memory``: the same with the least held on the device at once, and
-    at most 64 MiB of logits in the loss. ``on_device``: plain checkpointing."""
+    memory for are not checkpointed after all, and the inputs of the others go to host memory where that makes room;
+    on other devices as ``on_device``, but for accelerators, whose inputs go to the host. ``offload_all``: every layer
+    is checkpointed, every input goes to the host. ``min_memory``: the same with the least held on the device at once,
+    at most 64 MiB of logits in the loss, and our attention kernels in place of ``sdpa``. ``on_device``: plain
+    checkpointing."""
 
     checkpoint_pairs: bool = False
     """Keep the input of every second checkpointed layer only, wherever inputs wait, and compute the ones in between

@@ -9,7 +9,7 @@ from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.patches import PatchSet
 from unsloth_plugins.core.ranks import answer_of_first
-from unsloth_plugins.core.sink_attention.backends import Backend, Call, prefers_fa4, resolve_backend
+from unsloth_plugins.core.sink_attention.backends import Backend, Call, prefers_fa4, resolve_backend, why_not_triton
 
 NAME = "unsloth_sinks"
 _KEYS = ("_attn_implementation_internal", "_attn_implementation")
@@ -33,6 +33,21 @@ def why_not(parts: ModelParts, *, asked: bool) -> str | None:
     if current not in ("eager", NAME):
         return f"{current} was chosen for this model"
     return None
+
+
+def needs_less_memory(parts: ModelParts) -> bool:
+    """Whether our kernels run in place of torch's ``sdpa``, whose backward holds more of every token.
+
+    It keeps o to the end, sums dq in float32, and makes dk and dv for every query head. Another implementation than
+    ``sdpa``, which is transformers' default, was chosen by somebody, and stays.
+    """
+    if why_not(parts, asked=True) is not None:
+        return False
+    attention: Any = parts.layers[0].attention
+    model: Any = parts.causal_lm
+    if attention.config._attn_implementation != "sdpa" or getattr(attention, "is_causal", True) is False:
+        return False
+    return why_not_triton(Call(model.device, model.dtype, getattr(attention, "head_dim", 0))) is None
 
 
 class ConfigSwap:

@@ -125,6 +125,23 @@ def test_what_another_rank_0_means_for_this_one(answer: str, wanted: str, monkey
     assert _state(model) == state
 
 
+def test_min_memory_takes_our_kernels_in_place_of_sdpa_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    assert model.config._attn_implementation == "sdpa"
+    assert "no sinks; sdpa stays" in apply(model, memory_policy="min_memory").report()  # no kernel on a CPU
+    attention = "unsloth_plugins.core.models.attention"
+    monkeypatch.setattr(f"{attention}.why_not_triton", lambda call: None)
+    monkeypatch.setattr(f"{attention}.resolve_backend", lambda choice, call: (choice, "a test"))
+    assert "no sinks; sdpa stays" in apply(model).report()
+    applied = apply(model, memory_policy="min_memory")
+    assert "triton sink attention" in applied.report() and "in place of sdpa" in applied.report()
+    assert model.config._attn_implementation == "unsloth_sinks"
+    applied.undo()
+    assert model.config._attn_implementation == "sdpa"
+    for chosen in (tiny_llama(attn_implementation="eager"), tiny_llama(attention_dropout=0.1)):
+        assert "triton" not in apply(chosen, memory_policy="min_memory").report()
+
+
 def test_the_chosen_attention_reaches_the_op_of_this_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from unsloth_plugins.core.sink_attention import transformers_backend
 
