@@ -206,9 +206,16 @@ def surviving_bytes(shape: ModelShape, setup: Setup, tokens: int) -> list[int]:
     return [each * shape.has_full_attention(index) for index in range(shape.layers)]
 
 
+def _attention(shape: ModelShape, setup: Setup) -> str | None:
+    """The option as ``apply`` understands it for this model; ``auto`` means torch's ``sdpa`` without sinks."""
+    config = setup.config
+    sparing = config.attention == "auto" and config.memory_policy == "min_memory" and not shape.has_sinks
+    return "triton" if sparing else config.attention
+
+
 def _is_ours(shape: ModelShape, setup: Setup) -> bool:
     """Whether attention runs by this project's kernels."""
-    return shape.has_sinks or setup.config.attention != "auto"
+    return shape.has_sinks or _attention(shape, setup) != "auto"
 
 
 def _padded_rank(shape: ModelShape, setup: Setup) -> int:
@@ -281,7 +288,7 @@ def _attention_backward(shape: ModelShape, setup: Setup, tokens: int) -> int:
     gradients = 2 * query + 2 * kv  # of o and q, of k and v
     if _is_ours(shape, setup):
         sums = tokens * shape.heads * FULL
-        if setup.config.attention == "triton":
+        if _attention(shape, setup) == "triton":
             gradients -= query  # o is let go before dq is made
         else:
             sums += min(query * FULL, GROUP_BYTES)  # flash-attn-4's, where `auto` takes it

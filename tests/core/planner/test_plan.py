@@ -189,6 +189,15 @@ def test_memory_grows_with_tokens_under_every_policy() -> None:
         assert peaks == sorted(peaks)
 
 
+def test_min_memory_is_planned_with_our_attention_kernels() -> None:
+    """57.6 kB a token by the table in docs/architecture.md, and under 60 with LoRA's inner products and the rest."""
+    shape = BUILT_IN["mistral-7b"]
+    for attention in ("auto", "triton"):
+        config = unsloth_plugins.UnslothConfig(memory_policy="min_memory", attention=attention)  # type: ignore[arg-type]
+        few, many = (predict(shape, Setup("nf4", config=config), tokens).device_bytes for tokens in (262_144, 524_288))
+        assert 57_600 <= (many - few) / 262_144 < 60_000
+
+
 def test_auto_spends_what_is_left_and_no_more() -> None:
     shape, setup = BUILT_IN["gpt-oss-20b"], Setup("mxfp4")
     before = 0
