@@ -83,7 +83,7 @@ def grouped_matmul(x_MI: torch.Tensor, weight: Weight, lora: Sequence[ExpertLora
     if isinstance(weight, PackedWeight):
         y_MO = _PackedProduct.apply(x_MI, weight, rows)
     else:
-        y_MO = rows.gemm.product(x_MI, weight, rows.ends_E)
+        y_MO = rows.gemm.product(x_MI, weight.to(x_MI.dtype), rows.ends_E)
     for term in lora:
         a_ErI, b_ErO = term.a_ErI.to(x_MI.dtype), term.b_ErO.to(x_MI.dtype)
         if missing := -a_ErI.shape[1] % RANK_STEP:

@@ -125,8 +125,8 @@ def experts(
     Args:
         x_NH: float [N, H].
         gate_up_EHJ, gate_up_bias_EJ: [E, H, 2 I] and [E, 2 I] or ``None``.
-        down_EIH, down_bias_EH: [E, I, H] and [E, H] or ``None``. Weights are dense in the dtype of ``x_NH``, of any
-            strides, or packed.
+        down_EIH, down_bias_EH: [E, I, H] and [E, H] or ``None``. Weights are dense, of any strides, or packed; they are
+            cast to the dtype of ``x_NH`` where they are used.
         index_NK, weight_NK: from ``top_k_routing``.
         activation: how gate and up lie in J, and what becomes of them.
         gate_up_lora, down_lora: adapters, in any floating dtype; the products are in the dtype of ``x_NH``.

@@ -48,7 +48,7 @@ class Projection:
         """Packed weights are decoded, dense ones copied where something has to be appended."""
         weight, rank = term.weight, term.rank
         if not rank and not isinstance(weight, PackedWeight):
-            return cls(weight, None, gemm)
+            return cls(weight.to(dtype), None, gemm)
         n_experts, inputs, outputs = weight.shape
         if isinstance(weight, PackedWeight) or weight.stride(-1) != 1:  # by outputs: what is appended are columns
             whole_EOK = torch.empty((n_experts, outputs, inputs + rank), dtype=dtype, device=weight.device)

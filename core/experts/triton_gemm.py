@@ -1,8 +1,9 @@
 """Grouped GEMMs where ``torch._grouped_mm`` has no kernel: other GPUs than Hopper and Blackwell, fp16, fp32.
 
 Shape suffixes: M rows sorted by expert, E experts, I inputs, O outputs. Rows of expert e are ``ends[e - 1] : ends[e]``,
-int32 on the device, so nothing waits for it. Sums are float32 (float32 inputs are not rounded to TF32), in a fixed
-order, without atomics; row and expert offsets are 64 bits wide.
+int32 on the device, so nothing waits for it. Sums are float32, in a fixed order,
+without atomics; float32 inputs are rounded to TF32 only where torch's switch allows it. Offsets of rows and experts are
+64 bits wide.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def _product_kernel(
     w_stride_i,
     w_stride_o,
     out_stride,
+    PRECISION: tl.constexpr,
     E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -65,7 +67,7 @@ def _product_kernel(
         inside = start + inner < inputs
         x = tl.load(x_at, mask=(row < end)[:, None] & inside[None, :], other=0.0)
         w = tl.load(w_at, mask=inside[:, None] & (column < outputs)[None, :], other=0.0)
-        total = tl.dot(x, w, total, input_precision="ieee")
+        total = tl.dot(x, w, total, input_precision=PRECISION)
         x_at += BLOCK_I
         w_at += BLOCK_I * w_stride_i
     out_at = out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :]
@@ -82,6 +84,7 @@ def _reduce_kernel(
     outputs,
     x_stride,
     y_stride,
+    PRECISION: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -104,7 +107,7 @@ def _reduce_kernel(
         inside = start + m < end
         x = tl.load(x_at, mask=inside[None, :] & (i < inputs)[:, None], other=0.0)
         y = tl.load(y_at, mask=inside[:, None] & (o < outputs)[None, :], other=0.0)
-        total = tl.dot(x, y, total, input_precision="ieee")
+        total = tl.dot(x, y, total, input_precision=PRECISION)
         x_at += BLOCK_M * x_stride
         y_at += BLOCK_M * y_stride
     out_at = out_ptr + (expert * inputs + i.to(tl.int64)[:, None]) * outputs + o[None, :]
@@ -118,6 +121,13 @@ def uses_tensor_cores(x: torch.Tensor) -> bool:
     """Whether triton multiplies on them: 16 bits, compute capability 8.0 or newer."""
     capable = x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (8, 0)
     return capable and x.dtype != torch.float32
+
+
+def _precision(x: torch.Tensor) -> str:
+    """What becomes of float32: TF32 only where torch's own products may use it and the device has it."""
+    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) < (8, 0):
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _blocks(x: torch.Tensor, *sizes: int) -> tuple[list[int], int]:
@@ -158,6 +168,7 @@ def grouped_product(
         x_MI.stride(0),
         *w_EIO.stride(),
         out_MO.stride(0),
+        PRECISION=_precision(x_MI),
         E=triton.next_power_of_2(n_experts),
         BLOCK_M=block_m,
         BLOCK_O=block_o,
@@ -196,6 +207,7 @@ def grouped_reduce(
         outputs,
         x_MI.stride(0),
         y_MO.stride(0),
+        PRECISION=_precision(x_MI),
         ACCUMULATE=total_EIO is not None,
         BLOCK_M=32,
         BLOCK_I=block_i,

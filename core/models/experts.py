@@ -62,7 +62,7 @@ def run_experts(
     dtype = flat_NH.dtype
     if torch.is_autocast_enabled(hidden.device.type) and dtype == torch.float32:
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    gate_up, down = (w if isinstance(w, PackedWeight) else _by_inputs(module, w).to(dtype) for w in weights)
+    gate_up, down = (w if isinstance(w, PackedWeight) else _by_inputs(module, w) for w in weights)
     implementation, _ = resolve_implementation(vars(module).get(_CHOICE, "auto"), hidden.device, dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         out_NH = experts(

@@ -40,7 +40,7 @@ def test_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "22 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "23 passed" in done.stdout, done.stdout[-3000:]
 
 
 def _case(device: str, dtype: torch.dtype, tokens: int, rank: int = 8):  # type: ignore[no-untyped-def]
@@ -157,6 +157,20 @@ def test_gradients_of_the_base(device: str, gemm: str, trained: tuple[bool, ...]
         assert ours.dtype == loop.dtype and ours.shape == loop.shape
         error, room = ((each.double() - want).norm() / want.norm() for each in (ours, loop))
         assert error <= 2 * room + 1e-6, f"{number}: {error:.1e} against {room:.1e}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float32_weights_and_float16_tokens_as_under_autocast(device: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """The weights' gradients are float32 sums, never rounded to 16 bits; one is stored by outputs."""
+    monkeypatch.setattr(fused, "TILE", 16)
+    packed, biases, index, (x, weight, *_) = _case(device, torch.float32, 37)
+    w1, w2 = (w.dense(torch.float32) for w in packed)
+    case = ([w1.transpose(1, 2), biases[0], w2.contiguous(), biases[1]], index, (x.half(), weight))
+    truth = _with_base(experts_loop, case, (True,) * 4, torch.float64)
+    got = _with_base(functools.partial(fused.experts_fused, gemm=GEMMS["triton"]), case, (True,) * 4)
+    assert [each.dtype for each in got] == [torch.float16, torch.float16, *[torch.float32] * 5]
+    for number, (want, ours) in enumerate(zip(truth, got, strict=True)):
+        assert (ours.double() - want).norm() <= SLACK[torch.float16] * want.norm(), number
 
 
 @pytest.mark.parametrize("device", DEVICES)
