@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma": "gemma",
+    "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
 }
@@ -44,12 +45,12 @@ _BLOCK = {
     "mlp.down_proj": "ffn_down",
 }
 _GPT_OSS_BLOCK = _BLOCK | {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
-_GEMMA3_BLOCK = _BLOCK | {
+_GEMMA_2_AND_3_BLOCK = _BLOCK | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-_BLOCKS = {"gpt-oss": _GPT_OSS_BLOCK, "gemma3": _GEMMA3_BLOCK}
+_BLOCKS = {"gpt-oss": _GPT_OSS_BLOCK, "gemma2": _GEMMA_2_AND_3_BLOCK, "gemma3": _GEMMA_2_AND_3_BLOCK}
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -141,7 +142,7 @@ def pieces_of(merged: Merged) -> list[Piece]:
 def _convert(merged: Merged, arch: str, name: str, info: Info) -> list[Piece]:
     if name.endswith("rotary_emb.inv_freq"):
         return []
-    add = 1.0 if arch in ("gemma", "gemma3") and name.endswith("norm.weight") else 0.0
+    add = 1.0 if arch.startswith("gemma") and name.endswith("norm.weight") else 0.0
 
     def plain(target: str, always_f32: bool = False) -> list[Piece]:
         def rows() -> Iterator[torch.Tensor]:
@@ -273,40 +274,47 @@ def add_metadata(writer: Any, merged: Merged, notes: list[str]) -> None:
         writer.add_expert_count(config["num_local_experts"])
         writer.add_expert_used_count(config.get("num_experts_per_tok") or config["experts_per_token"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    elif config["model_type"] == "gemma3_text":
-        _add_gemma3(writer, config, rope)
+    elif config["model_type"] in ("gemma2", "gemma3_text"):
+        _add_gemma(writer, config, rope)
     elif window and config.get("use_sliding_window", True) and window < config["max_position_embeddings"]:
         notes.append(f"llama.cpp ignores this model's window of {window} tokens: longer texts differ.")
 
 
-def _add_gemma3(writer: Any, config: dict[str, Any], rope: dict[str, Any]) -> None:
-    """Sliding and full layers. What llama.cpp's graph has no setting for is refused where it is otherwise there.
+def _add_gemma(writer: Any, config: dict[str, Any], rope: dict[str, Any]) -> None:
+    """Sliding and full layers of Gemma 2 and 3. What llama.cpp's graph has no setting for is refused if it differs.
 
-    Source: llama.cpp, ``gemma3``: its hyperparameters and its graph.
+    Source: llama.cpp, ``gemma2`` and ``gemma3``: their hyperparameters and graphs.
     """
-    layers, pattern = config["num_hidden_layers"], config.get("sliding_window_pattern") or 6
+    second = config["model_type"] == "gemma2"
+    layers, pattern = config["num_hidden_layers"], 2 if second else config.get("sliding_window_pattern") or 6
     full = [(n + 1) % pattern == 0 for n in range(layers)]
     if kinds := config.get("layer_types"):
         full = [kind == "full_attention" for kind in kinds]
         pattern = full.index(True) + 1 if any(full) else layers + 1
     local = (config.get("rope_parameters") or {}).get("sliding_attention", {})
-    scale = config["hidden_size"] // config["num_attention_heads"] if layers == 62 else head_size(config)  # 62: 27B
+    largest = layers == (46 if second else 62)  # the 27B models, which it knows by that
+    scale = config["hidden_size"] // config["num_attention_heads"] if largest else head_size(config)
+    cap = config.get("attn_logit_softcapping", 50.0 if second else None)
     for expected, got, good in (
         ("full layers at equal distances", full, full == [(n + 1) % pattern == 0 for n in range(layers)]),
+        ("every second layer full", full, not second or pattern == 2),
         ("rope of type default or linear", rope["rope_type"], rope["rope_type"] in ("default", "linear")),
         ("rope of type default in sliding layers", local, local.get("rope_type", "default") == "default"),
         (f"query_pre_attn_scalar {scale}", scalar := config.get("query_pre_attn_scalar", 256), scalar == scale),
-        ("no attn_logit_softcapping", cap := config.get("attn_logit_softcapping"), cap is None),
+        ("attn_logit_softcapping" if second else "no attn_logit_softcapping", cap, (cap is not None) == second),
         ("attention that looks back only", "both ways", not config.get("use_bidirectional_attention")),
     ):
         if not good:
             raise UnsupportedError(
-                expected=f"{expected}, as in llama.cpp's gemma3",
+                expected=f"{expected}, as in llama.cpp's {ARCHITECTURES[config['model_type']]}",
                 got=str(got),
                 remedy="Merge to safetensors, and convert that with llama.cpp's own converter.",
             )
     writer.add_sliding_window(config["sliding_window"])
-    writer.add_sliding_window_pattern(pattern)
-    writer.add_rope_freq_base_swa(float(local.get("rope_theta") or config.get("rope_local_base_freq") or 1e4))
-    if config.get("final_logit_softcapping"):
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if second:
+        writer.add_attn_logit_softcapping(cap)
+    else:
+        writer.add_sliding_window_pattern(pattern)
+        writer.add_rope_freq_base_swa(float(local.get("rope_theta") or config.get("rope_local_base_freq") or 1e4))
+    if (cap := config.get("final_logit_softcapping", 30.0 if second else None)) is not None:
+        writer.add_final_logit_softcapping(cap)

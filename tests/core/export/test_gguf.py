@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export import export_gguf, merge
 from unsloth_plugins.core.export.gguf import ggml_mxfp4
-from unsloth_plugins.core.export.gguf_layout import _add_gemma3, rope_of
+from unsloth_plugins.core.export.gguf_layout import _add_gemma, rope_of
 from unsloth_plugins.core.mxfp4 import decode
 
 
@@ -249,13 +249,15 @@ GEMMA3 = dict(
         ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar 16"),
         ({"attn_logit_softcapping": 50.0}, "no attn_logit_softcapping"),
         ({"use_bidirectional_attention": True}, "looks back only"),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"] * 4}, "every second layer full"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": None}, "attn_logit_softcapping, as in llama.cpp's gemma2"),
     ],
 )
-def test_a_gemma3_that_llama_cpp_computes_otherwise_is_refused(change: dict[str, Any], named: str) -> None:
+def test_a_gemma_that_llama_cpp_computes_otherwise_is_refused(change: dict[str, Any], named: str) -> None:
     writer = gguf.GGUFWriter(None, "gemma3")
     config = GEMMA3 | change
     with pytest.raises(UnsupportedError, match=named):
-        _add_gemma3(writer, config, rope_of(config))
+        _add_gemma(writer, config, rope_of(config))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,7 @@ def test_a_gemma3_that_llama_cpp_computes_otherwise_is_refused(change: dict[str,
 def test_the_two_kinds_of_layers_of_a_gemma3(change: dict[str, Any], pattern: int, local: float) -> None:
     writer = gguf.GGUFWriter(None, "gemma3")
     config = GEMMA3 | change | ({"query_pre_attn_scalar": 168} if "hidden_size" in change else {})
-    _add_gemma3(writer, config, rope_of(config))
+    _add_gemma(writer, config, rope_of(config))
     values = {name.removeprefix("gemma3."): field.value for name, field in writer.kv_data[0].items()}
     assert values["attention.sliding_window_pattern"] == pattern and values["attention.sliding_window"] == 8
     assert values["rope.freq_base_swa"] == local and rope_of(config)["rope_theta"] == 1e6

@@ -305,21 +305,25 @@ _LOCAL = {"rope_type": "default", "rope_theta": 5e3}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        dict(num_hidden_layers=6, final_logit_softcapping=5.0),  # five sliding layers, and a full one
-        dict(
-            num_hidden_layers=4,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            rope_parameters={"full_attention": _LINEAR, "sliding_attention": _LOCAL},
+        ("gemma2", dict(num_hidden_layers=4, attn_logit_softcapping=2.0, final_logit_softcapping=5.0)),
+        ("gemma3_text", dict(num_hidden_layers=6, final_logit_softcapping=5.0)),  # five sliding layers, and a full one
+        (
+            "gemma3_text",
+            dict(
+                num_hidden_layers=4,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+                rope_parameters={"full_attention": _LINEAR, "sliding_attention": _LOCAL},
+            ),
         ),
     ],
 )
-def test_gemma3_continues_as_in_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_gemma_2_and_3_continue_as_in_transformers(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, head_dim=32, query_pre_attn_scalar=32)
     sizes |= dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=8, vocab_size=49152)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **(sizes | options))).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(sizes | options))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "embed" in name:
