@@ -1,4 +1,4 @@
-"""Tables of options in plugins/*/README.md and docs/options.md, from the docstrings in core/config.py: `make options`."""
+"""Tables of options in plugins/*/README.md and docs/options.md, from docstrings in core/config.py: `make options`."""
 
 from __future__ import annotations
 
