@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from unsloth_plugins.core.offload.host import HostStore
@@ -97,6 +98,7 @@ class Origin:
         self._places = [place for place, each in enumerate(args) if isinstance(each, torch.Tensor)]
         self._inputs: list[_Input] = []
         self._surroundings = Surroundings(args, random)
+        self.storage: object = None  # of the output, weakly
 
     def pack(self, tensor: torch.Tensor) -> _Input:
         """The hook for the layer's arguments."""
@@ -145,7 +147,7 @@ class Pairs:
     """Outputs of first layers that no second layer has taken yet, for the layers of one model.
 
     An output is known by its memory, since what lies between may hand on another tensor over it. It holds its origin
-    itself, so an origin that is found here belongs to memory that is in use.
+    itself, and the origin a weak reference that keeps the key from meaning another storage, even where it outlives it.
     """
 
     def __init__(self) -> None:
@@ -156,6 +158,7 @@ class Pairs:
         hidden = _hidden(out)
         if hidden is not None and hidden.requires_grad:
             vars(hidden)[_ORIGIN] = origin
+            origin.storage = StorageWeakRef(hidden.untyped_storage())
             self._origins[_key(hidden)] = origin
 
     def hooks(self, args: tuple[Any, ...], store: HostStore) -> FromOrigin | None:
@@ -174,7 +177,8 @@ def _hidden(out: Any) -> torch.Tensor | None:
 
 
 def _key(tensor: torch.Tensor) -> Key:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version_of(tensor)
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version_of(tensor)
 
 
 def _nobody_asks(packed: None) -> torch.Tensor:

@@ -19,7 +19,7 @@ from unsloth_plugins.core import apply
 from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 from unsloth_plugins.core.offload import HostStore
 from unsloth_plugins.core.offload.checkpoint import LayerCheckpoint
-from unsloth_plugins.core.offload.pairs import Pairs
+from unsloth_plugins.core.offload.pairs import Origin, Pairs
 
 PAIRS: dict[str, Any] = {"gradient_checkpointing": True, "checkpoint_pairs": True, "offload_min_bytes": 0}
 ONE = 2 * 16 * 64 * 4  # bytes of a layer's input, of `batch_of(2, 16)`
@@ -138,6 +138,16 @@ def test_other_values_are_refused() -> None:
     for wrong in (0, 1, None, "yes"):
         with pytest.raises(ConfigError, match="checkpoint_pairs"):
             apply(tiny_llama(), checkpoint_pairs=wrong)
+
+
+def test_memory_that_is_used_again_is_not_taken_for_an_output() -> None:
+    pairs, store, origins = Pairs(), HostStore(False), []
+    for _ in range(50):  # the allocator hands the same address out again and again, while somebody holds the origins
+        hidden = torch.ones(16, requires_grad=True) * 1.0
+        origins.append(Origin(torch.nn.Identity(), (hidden.detach(),), store, random=True))
+        pairs.note(hidden, origins[-1])
+        del hidden
+        assert pairs.hooks((torch.ones(16),), store) is None
 
 
 def test_sharded_layers_are_refused() -> None:
