@@ -124,7 +124,8 @@ def test_nf4_weights() -> None:
 
 @pytest.mark.parametrize("tokens", [2048, 8192])
 def test_measured_step_of_gpt_oss(tokens: int) -> None:
-    """Rows from when a layer that is kept also kept its first norm's output, which is added here.
+    """Rows from when a layer that is kept also kept its first norm's output, which is added here, and no experts stayed
+    decoded.
 
     Not the row of 32,768 tokens: `auto` did not look at a new longest length first then.
     """
@@ -134,7 +135,7 @@ def test_measured_step_of_gpt_oss(tokens: int) -> None:
     assert len(rows) == 2
     for row in rows:
         assert row["trainable_params"] == shape.layers * memory.adapter_parameters(shape, setup)
-        told = predict(shape, setup, tokens, int(row["cap_gib"] * GIB), spend=True)
+        told = memory.step_peak(shape, setup, tokens, Plan(0, False, first_holding=0))
         normalised = shape.layers * memory.input_bytes(shape, tokens)
         assert (told.device_bytes + normalised) / GIB == pytest.approx(row["peak_gib"], rel=0.01)
     (load,) = rows_of("h200-2026-12-02-step.json", bench="load", impl="ours")
@@ -205,6 +206,8 @@ def test_auto_spends_what_is_left_and_no_more() -> None:
         told = predict(shape, setup, 8192, cap * GIB, spend=True).device_bytes
         assert before <= told <= cap * GIB
         before = told
+    chosen = predict(shape, setup, 8192, 79 * GIB, spend=True).plan
+    assert chosen.first_kept == 0 and chosen.decoded > 0
 
 
 def test_remedies_make_it_fit() -> None:
