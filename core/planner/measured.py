@@ -28,14 +28,14 @@ class Measured:
     tokens_per_s: float
 
 
-_STEP = ("h200-2026-12-02-step.json", "H200", "gpt-oss-20b", "mxfp4")
+_MODEL = ("H200", "gpt-oss-20b", "mxfp4")
 ROWS = (
-    Measured(*_STEP, "triton", 2048, 7625.5),
-    Measured(*_STEP, "triton", 8192, 18142.7),
-    Measured(*_STEP, "triton", 32768, 14008.3),
-    Measured(*_STEP, "fa4", 2048, 6325.7),
-    Measured(*_STEP, "fa4", 8192, 19126.4),
-    Measured(*_STEP, "fa4", 32768, 16722.2),
+    Measured("h200-2026-12-02-step-decoded.json", *_MODEL, "triton", 2048, 7044.6),
+    Measured("h200-2026-12-02-step-decoded.json", *_MODEL, "triton", 8192, 20911.4),
+    Measured("h200-2026-12-02-step.json", *_MODEL, "triton", 32768, 14008.3),
+    Measured("h200-2026-12-02-step-decoded.json", *_MODEL, "fa4", 2048, 6773.1),
+    Measured("h200-2026-12-02-step-decoded.json", *_MODEL, "fa4", 8192, 21656.0),
+    Measured("h200-2026-12-02-step.json", *_MODEL, "fa4", 32768, 16722.2),
 )
 
 
