@@ -56,6 +56,11 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
 
+def _no_view(x: torch.Tensor) -> torch.Tensor:
+    """An output as autograd takes it for new: models change some in place, which it refuses of views."""
+    return x.detach()
+
+
 class _RmsNorm(torch.autograd.Function):
     """Saves x (or x + residual) and 1 / rms."""
 
@@ -75,9 +80,9 @@ class _RmsNorm(torch.autograd.Function):
         ctx.save_for_backward(x if residual is None else total_MN, weight_N, rstd_M)
         ctx.one_plus = one_plus
         if residual is None:
-            return y_MN.view(x.shape)
+            return _no_view(y_MN.view(x.shape))
         ctx.set_materialize_grads(False)
-        return y_MN.view(x.shape), total_MN.view(x.shape)
+        return _no_view(y_MN.view(x.shape)), _no_view(total_MN.view(x.shape))
 
     @staticmethod
     @once_differentiable
@@ -157,7 +162,7 @@ class _Rope(torch.autograd.Function):
         else:
             new_q, new_k = _like(q, half, cos.dtype), _like(k, half, cos.dtype)
         _launch(q, k, new_q, new_k, cos, sin, half, back=False)
-        return new_q, new_k
+        return _no_view(new_q), _no_view(new_k)
 
     @staticmethod
     @once_differentiable

@@ -79,7 +79,8 @@ class _Fa4(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if packed is not None:
             batch, queries = q_BTHD.shape[:2]
-            return o.unflatten(0, (batch, queries)), lse.unflatten(1, (batch, queries)).transpose(0, 1)
+            o, lse = o.unflatten(0, (batch, queries)), lse.unflatten(1, (batch, queries)).transpose(0, 1)
+            return o.detach(), lse.detach()  # no views: those may not be changed in place
         return o, lse
 
     @staticmethod

@@ -347,7 +347,7 @@ def test_case_47_nothing_is_left_behind(device: str) -> None:
             counts.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
     finally:
         gc.enable()
-    assert counts[-1] == counts[3], counts
+    assert counts[-1] <= counts[3], counts
 
 
 @pytest.mark.gpu

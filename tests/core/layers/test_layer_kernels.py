@@ -205,6 +205,24 @@ def test_backward_gives_the_output_again(device: str, together: bool, overwrite:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_outputs_may_be_changed_in_place(device: str) -> None:
+    """As models do: Mixtral multiplies jitter into what its norm gave."""
+    x, weight = torch.randn(2, 3, 16, device=device, requires_grad=True), torch.ones(16, device=device)
+    q, k = (torch.randn(1, 2, 3, 16, device=device, requires_grad=True) for _ in range(2))
+    angles = torch.randn(1, 3, 16, device=device)
+    outputs = [rms_norm(x, weight, eps=1e-6, implementation="triton")]
+    outputs += rms_norm(x, weight, eps=1e-6, residual=x, implementation="triton")[:1]
+    outputs += rope(q, k, angles.cos(), angles.sin(), implementation="triton")
+    for y, leaf in zip(outputs, (x, x, q, k), strict=True):
+        (once,) = torch.autograd.grad(y.sin().sum(), leaf, retain_graph=True)
+        before = y.detach().clone()
+        y *= 2
+        (twice,) = torch.autograd.grad((y / 2).sin().sum(), leaf, retain_graph=True)
+        torch.testing.assert_close(twice, once)
+        assert torch.equal(y, 2 * before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_nothing_in_nothing_out(device: str) -> None:
     empty = torch.empty(0, 16, device=device, requires_grad=True)
     rms_norm(empty, torch.ones(16, device=device), eps=1e-5, implementation="triton").sum().backward()

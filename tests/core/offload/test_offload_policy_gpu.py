@@ -87,7 +87,8 @@ def test_what_full_attention_gave_survives_and_saves_its_run(backend: Any) -> No
     if backend == "fa4" and reason is not None:
         pytest.skip(reason)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 4096, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (16, 2, 2))
+    tokens = 32768
+    q, k, v = (torch.randn(1, tokens, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (16, 2, 2))
     sink = torch.randn(16, device="cuda")
     held, results = [], []
     for keep in (False, True):
@@ -101,7 +102,7 @@ def test_what_full_attention_gave_survives_and_saves_its_run(backend: Any) -> No
             context_fn=survivors.contexts,
         )
         held.append(torch.cuda.memory_allocated() - before - out.numel() * 2)
-        assert survivors.offered_bytes == 4096 * 16 * (64 * 2 + 4)
+        assert survivors.offered_bytes == tokens * 16 * (64 * 2 + 4)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             results.append(torch.autograd.grad(out.sum(), leaves))
             torch.cuda.synchronize()
@@ -109,7 +110,8 @@ def test_what_full_attention_gave_survives_and_saves_its_run(backend: Any) -> No
         results[-1] = (launches, *results[-1])
     assert all(torch.equal(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))
     assert results[1][0] < results[0][0], "no launch fewer"
-    assert held[1] - held[0] == pytest.approx(4096 * 16 * (64 * 2 + 4), rel=0.02)
+    # a block of torch's allocator may be 1 MiB larger than asked for
+    assert held[1] - held[0] == pytest.approx(tokens * 16 * (64 * 2 + 4), abs=3 << 20)
 
 
 @pytest.mark.parametrize("policy", ["offload_all", "on_device"])
