@@ -47,6 +47,7 @@ from unsloth_plugins.core.models.lora import keep_unpacked, patch_lora
 from unsloth_plugins.core.models.streaming import (
     check_streamed,
     choose_weights,
+    outgrown,
     packed_layers,
     stream_experts,
     unstream_experts,
@@ -107,7 +108,7 @@ class Applied:
         self._checkpoint_patches = PatchSet()
         self._configs: ConfigSwap | None = None
         self._adapters: tuple[str, ...] = ()
-        self._why_weights = ""
+        self._why_weights, self._longest = "", 0
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
@@ -253,6 +254,7 @@ class Applied:
         self.tokens_seen += tokens
         if torch.is_grad_enabled():
             self.sync_checkpointing()
+            self._make_room(tokens)
             if self.budget is not None:
                 if device.type == "cuda" and not any(layer.experts for layer in self.parts.layers):
                     self.budget.holding_bytes = mlp_holding_bytes(self.parts.decoder, device)
@@ -314,16 +316,33 @@ class Applied:
         packed = packed_layers(self.parts)
         if not packed:
             return
-        streamed, self._why_weights = choose_weights(self.parts, self.config.weights, DeviceMemory())
-        if not streamed:
-            self._note("weights", "left alone", f"packed experts stay with the model ({self._why_weights})")
-            if self.budget is not None and self.config.experts is not None:
-                self.budget.decoded = keep_decoded(packed, self._patches)
+        streamed, why = choose_weights(self.parts, self.config.weights, DeviceMemory())
+        if streamed:
+            self._stream(packed, why)
             return
-        self.stream = WeightStream()
+        self._note("weights", "left alone", f"packed experts stay with the model ({why})")
+        if self.budget is not None and self.config.experts is not None:
+            self.budget.decoded = keep_decoded(packed, self._patches)
+
+    def _stream(self, packed: list[PackedExperts], why: str) -> None:
+        self.stream, self._why_weights = WeightStream(), why
         for index, experts in enumerate(packed):
             stream_experts(experts, self.stream, index, self._patches)
         self._note_stream()
+
+    def _make_room(self, tokens: int) -> None:
+        """Before a longer step than any so far: packed experts give way where ``weights="auto"`` and it takes that."""
+        packed = packed_layers(self.parts)
+        if tokens <= self._longest or self.stream is not None or self.config.weights != "auto" or not packed:
+            return
+        self._longest = tokens
+        if (why := outgrown(self.parts, self.config, tokens, DeviceMemory())) is None:
+            return
+        if self.budget is not None:
+            self.budget.rest()
+            self.budget.decoded = None
+        self._stream(packed, why)
+        _warn("Packed experts go to host memory: %s.", why)
 
     def _note_stream(self) -> None:
         if self.stream is None:

@@ -33,6 +33,8 @@ HALF, FULL = 2, 4  # bytes of a 16-bit and of a 32-bit number
 _STATES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "sgd": 0.0}  # bytes a parameter; 8-bit ones have scales by 256
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: codes, 8-bit scales by 64, their own float32 scales by 256
 _MXFP4 = (BYTES + 1) / BLOCK
+RESERVED = 1.02  # times what is in tensors is what torch's allocator takes in expandable segments; measured up to 1.01
+STATES_ADAM = TRAINED_BYTES - FULL  # bytes a parameter of Adam's moments in float32, which nobody knows of beforehand
 _WORKSPACE = 32 << 20  # of cuBLAS, which torch's allocator provides
 
 
@@ -120,8 +122,9 @@ def _streams(setup: Setup) -> bool:
     return setup.config.weights == "streamed"
 
 
-def with_weights_placed(shape: ModelShape, setup: Setup, device_bytes: int | None) -> Setup:
-    """``weights="auto"`` as ``models.streaming`` decides it: by what is free beside the model and its adapters."""
+def with_weights_placed(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | None) -> Setup:
+    """``weights="auto"`` as it is decided: by what is free beside the model and its adapters when ``apply`` runs
+    (``models.streaming``), and before a longer step than any (``planner.live``)."""
     if setup.config.weights != "auto":
         return setup
     streams = False
@@ -129,7 +132,9 @@ def with_weights_placed(shape: ModelShape, setup: Setup, device_bytes: int | Non
         adapters = shape.layers * adapter_parameters(shape, setup)
         a_layer = shape.experts * sum(inputs * outputs for inputs, outputs in shape.expert_linears()) * HALF
         free = device_bytes - base_bytes(shape, setup) - adapters * FULL
-        streams = free < 2 * a_layer + TRAINED_BYTES * adapters
+        resident = replace(setup, config=replace(setup.config, weights="resident"))
+        need = RESERVED * (least_bytes(shape, resident, tokens) + STATES_ADAM * adapters)
+        streams = free < max(2 * a_layer + TRAINED_BYTES * adapters, need)
     return replace(setup, config=replace(setup.config, weights="streamed" if streams else "resident"))
 
 
@@ -400,6 +405,12 @@ def least_plan(shape: ModelShape, setup: Setup) -> Plan:
     return Plan(shape.layers, setup.config.memory_policy != "on_device")
 
 
+def least_bytes(shape: ModelShape, setup: Setup, tokens: int) -> int:
+    """What a step takes at the least, beside what is on the device all the time."""
+    peak = step_peak(shape, setup, tokens, least_plan(shape, setup))
+    return peak.device_bytes - sum(fixed_terms(shape, setup).values())
+
+
 def predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | None = None, spend: bool = False) -> Peak:
     """The peak of a step.
 
@@ -409,7 +420,7 @@ def predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | No
         spend: under ``memory_policy="auto"``, with what is left spent on layers without a checkpoint; otherwise the
             least that the policy can do with.
     """
-    setup = with_weights_placed(shape, setup, device_bytes)
+    setup = with_weights_placed(shape, setup, tokens, device_bytes)
     least = step_peak(shape, setup, tokens, least_plan(shape, setup))
     if device_bytes is None or not spend or setup.config.memory_policy != "auto":
         return least

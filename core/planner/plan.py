@@ -11,6 +11,7 @@ from unsloth_plugins.core.errors import ConfigError
 from unsloth_plugins.core.planner.cards import CARDS, CONTEXT_GIB, Card, find_card
 from unsloth_plugins.core.planner.measured import Measured, find_measured
 from unsloth_plugins.core.planner.memory import (
+    RESERVED,
     Dtype,
     Optimizer,
     Peak,
@@ -24,7 +25,6 @@ from unsloth_plugins.core.planner.memory import (
 from unsloth_plugins.core.planner.shape import ModelShape, find_shape
 
 GIB = 1 << 30
-RESERVED = 1.02  # times what is in tensors is what torch's allocator takes in expandable segments; measured up to 1.01
 PROCESS_GIB = 2.1  # host memory of a training process by itself; measured 1.7 to 2.04
 STEP = 256  # tokens between the lengths that ``longest`` looks at
 _MOST = 1 << 23  # tokens
@@ -222,11 +222,6 @@ def _notes(shape: ModelShape, setup: Setup, card: str | None, tokens: int | None
         notes.append(f"{shape.name} was trained on up to {shape.trained_tokens:,} positions.")
     if card is not None and card.endswith("*"):
         notes.append(f"{card.rstrip('*')} has no bf16: train in fp16.")
-    if setup.dtype == "mxfp4" and setup.config.weights == "auto":
-        notes.append(
-            'weights="auto" streams by the model, not by the context: a larger card may take less than a '
-            'smaller one. weights="streamed" takes the most.'
-        )
     if not shape.experts:
         notes.append("Checked against counted tensors, not yet against a measured peak: dense models on a GPU.")
     if setup.config.gradient_checkpointing is False:

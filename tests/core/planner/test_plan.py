@@ -234,8 +234,11 @@ def test_streamed_weights_leave_room() -> None:
     assert small.fits and small.need is not None and small.need.terms_gib["base weights"] < 4
     assert small.need.host_gib > memory.packed_bytes(BUILT_IN["gpt-oss-20b"]) * 24 / GIB
     assert not plan("gpt-oss-20b", gpu="RTX 4080", ctx=16384, weights="resident").fits
-    large = plan("gpt-oss-20b", gpu="RTX 4090", ctx=131072)
-    assert 'weights="streamed"' in [remedy.change for remedy in large.remedies]
+    short, long = (plan("gpt-oss-20b", gpu="RTX 4090", ctx=tokens) for tokens in (8192, 131072))
+    assert short.need is not None and long.need is not None and short.fits and long.fits
+    assert "streamed weights" in long.need.terms_gib and "streamed weights" not in short.need.terms_gib
+    resident = plan("gpt-oss-20b", gpu="RTX 4090", ctx=131072, weights="resident")
+    assert not resident.fits and 'weights="streamed"' in [remedy.change for remedy in resident.remedies]
     with pytest.raises(ConfigError, match="streamed"):
         plan("mistral-7b", dtype="nf4", weights="streamed")
 
