@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import adapters, attention, experts, layers, loss, merge, offload, step, training
+from benchmarks import adapters, attention, experts, layers, loss, merge, offload, records, step, training
 
 
 def main() -> int:
@@ -21,6 +21,7 @@ def main() -> int:
         "offload": (offload, "offloaded checkpointing beside plain checkpointing"),
         "loss": (loss, "the loss head"),
         "layers": (layers, "norms, rotary embedding and gated activations"),
+        "records": (records, "all runs behind the README's tables, and the tables"),
         "training": (training, "long training, stock against patched"),
     }
     for name, (module, summary) in about.items():

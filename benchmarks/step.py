@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import rows
 from benchmarks.models import SIZES, WEIGHTS, config_of, find_or_write_checkpoint
-from benchmarks.worker import BUILDERS, MARK, POLICIES
+from benchmarks.worker import BUILDERS, MARK, POLICIES, STEPS
 
 _COLUMNS = ("impl", "weights", "ctx", "peak_gib", "reserved_gib", "host_gib", "step_s", "tok_s", "loss", "grad_norm")
 
@@ -103,10 +103,10 @@ class Worker:
             self._log.write(line)
         return {"error": f"the process ended with status {self._process.wait()}"}
 
-    def ask(self, ctx: int, warm_up: bool) -> dict[str, Any]:
+    def ask(self, ctx: int, warm_up: bool, steps: int = STEPS) -> dict[str, Any]:
         """One measurement."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"ctx": ctx, "warm_up": warm_up}) + "\n")
+        self._process.stdin.write(json.dumps({"ctx": ctx, "warm_up": warm_up, "steps": steps}) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
@@ -190,6 +190,24 @@ def disagreements(steps: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+def settings_of(options: argparse.Namespace, folder: Path | None, expert_layers: int | None) -> dict[str, Any]:
+    """What a worker is told; without a ``folder`` it builds the model in memory."""
+    return {
+        "path": None if folder is None else str(folder),
+        "model": options.model,
+        "layers": options.layers,
+        "routing": options.routing,
+        "expert_layers": expert_layers,
+        "weights": options.weights,
+        "rank": options.lora_rank,
+        "policy": options.policy,
+        "optimizer": options.optimizer,
+        "dtype": options.dtype,
+        "cap_gib": options.cap_gib,
+        "longest": max(options.ctx),
+    }
+
+
 def run(options: argparse.Namespace) -> int:
     """Write or find the checkpoint, start the processes, print a table."""
     peers = [name for name in options.peers.split(",") if name]
@@ -225,20 +243,7 @@ def run(options: argparse.Namespace) -> int:
         if not in_memory:
             find_or_write_checkpoint(folder, options.model, options.layers, options.routing)
         packed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        settings = {
-            "path": None if in_memory else str(folder),
-            "model": options.model,
-            "layers": options.layers,
-            "routing": options.routing,
-            "expert_layers": expert_layers,
-            "weights": options.weights,
-            "rank": options.lora_rank,
-            "policy": options.policy,
-            "optimizer": options.optimizer,
-            "dtype": options.dtype,
-            "cap_gib": options.cap_gib,
-            "longest": max(options.ctx),
-        }
+        settings = settings_of(options, None if in_memory else folder, expert_layers)
         logs = options.json.parent if options.json else Path(scratch)
         logs.mkdir(parents=True, exist_ok=True)
         out: list[dict[str, Any]] = []

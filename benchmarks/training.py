@@ -7,6 +7,10 @@ with eager attention, has a padded row for each document: a leak between documen
 
 On a CPU ours runs its plain PyTorch parts, with ``--device cuda`` its kernels.
 
+Two runs whose numbers differ by a rounding part as soon as a near-tie sends a token to another expert. ``--control``
+shows how far: stock once more, with every trained number moved by one part in 2^23. In ``gpt-oss-all`` each token goes
+to all experts, so that there are no ties.
+
     python -m benchmarks training --cases smollm2-lora-float32,gpt-oss-full-float32 --steps 300 --json rows.json
 """
 
@@ -31,18 +35,8 @@ from unsloth_plugins import apply
 FLOAT32_WITHIN = 1e-3  # of a loss: every step of the curves in float32
 FINAL_WITHIN = 0.02  # of a loss: means of the last steps in any dtype
 _LAST = 20
-_COLUMNS = (
-    "case",
-    "ctx",
-    "steps",
-    "first",
-    "stock_last",
-    "ours_last",
-    "max_diff",
-    "mean_diff",
-    "final_diff",
-    "rounding",
-)
+_DISTANCES = ("max_diff", "mean_diff", "final_diff", "control_max_diff", "control_mean_diff", "rounding")
+_COLUMNS = ("case", "ctx", "steps", "first", "stock_last", "ours_last", *_DISTANCES)
 _RATES = {"lora": 2e-4, "full": 2e-5}
 _BYTES = 260  # vocabulary of the small models: 4 and a byte; 0 and 1 are padding and the end
 
@@ -54,7 +48,7 @@ class Case:
     """One comparison.
 
     Attributes:
-        model: ``"smollm2"``, ``"gpt-oss"`` (small and random) or ``"llama"`` (tiny and random).
+        model: ``"smollm2"``, ``"gpt-oss"`` (small and random), ``"gpt-oss-all"`` or ``"llama"`` (tiny and random).
         method: ``"lora"`` on all linear layers and, on packed MXFP4, on experts; or ``"full"``.
         dtype: of the weights that don't train, and of autocast; ``"nf4"`` is bitsandbytes' with bfloat16.
     """
@@ -74,6 +68,11 @@ class Case:
         return torch.bfloat16 if self.dtype == "nf4" else getattr(torch, self.dtype)
 
     @property
+    def is_gpt_oss(self) -> bool:
+        """One of the small ones with experts."""
+        return self.model.startswith("gpt-oss")
+
+    @property
     def rate(self) -> float:
         """The learning rate: higher for random weights."""
         return _RATES[self.method] if self.model == "smollm2" else 2e-3
@@ -85,7 +84,12 @@ CASES = {
     for case in (
         *(Case("smollm2", method, dtype) for method in ("lora", "full") for dtype in _DTYPES),
         Case("smollm2", "lora", "nf4"),
-        *(Case("gpt-oss", method, dtype) for method in ("lora", "full") for dtype in _DTYPES[:2]),
+        *(
+            Case(model, method, dtype)
+            for model in ("gpt-oss", "gpt-oss-all")
+            for method in ("lora", "full")
+            for dtype in _DTYPES[:2]
+        ),
         Case("llama", "lora", "float32"),
     )
 }
@@ -107,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ctx", type=int, default=512, help="tokens of a step (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    parser.add_argument("--control", action="store_true", help="stock once more, from numbers moved by a rounding")
     parser.add_argument("--no-checkpointing", action="store_true", help="no gradient checkpointing in either")
     parser.add_argument("--data", type=Path, nargs="+", help="text files, one document each (default: addresses)")
     parser.add_argument("--rows", type=Path, nargs="+", default=[], help="files of earlier runs: their rows come first")
@@ -184,7 +189,7 @@ def flattened(pack: list[list[int]]) -> Batch:
 def pairs(case: Case, options: argparse.Namespace) -> Iterator[tuple[Batch, Batch]]:
     """What stock and ours see at each step."""
     texts = documents(options.data, options.seed)
-    if case.model == "gpt-oss":
+    if case.is_gpt_oss:
         for pack in packs(texts, options.ctx, options.seed):
             yield padded(pack), flattened(pack)
     tokenizer: Any = encode
@@ -212,7 +217,7 @@ def _base(case: Case, seed: int) -> Any:
     torch.manual_seed(seed)
     dtype = torch.float32 if case.method == "full" else case.compute
     if case.model != "smollm2":
-        return (_gpt_oss() if case.model == "gpt-oss" else _llama()).to(dtype)
+        return (_gpt_oss(case.model) if case.is_gpt_oss else _llama()).to(dtype)
     if case.dtype != "nf4":
         return AutoModelForCausalLM.from_pretrained(_smollm2(), dtype=dtype)
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
@@ -223,8 +228,8 @@ def _base(case: Case, seed: int) -> Any:
     return model
 
 
-def _gpt_oss() -> Any:
-    """Four layers, windows of 32 tokens in every second one, sinks ~ N(0, 2)."""
+def _gpt_oss(name: str) -> Any:
+    """Four layers, windows of 32 tokens in every second one, sinks ~ N(0, 2), two of four experts or all."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     config = GptOssConfig(
@@ -236,7 +241,7 @@ def _gpt_oss() -> Any:
         head_dim=16,
         sliding_window=32,
         num_local_experts=4,
-        num_experts_per_tok=2,
+        num_experts_per_tok=2 if name == "gpt-oss" else 4,
         vocab_size=_BYTES,
         layer_types=["sliding_attention", "full_attention"] * 2,
         pad_token_id=0,
@@ -261,7 +266,7 @@ def build(case: Case, options: argparse.Namespace, *, ours: bool) -> tuple[Any, 
     from unsloth_plugins.core.mxfp4 import pack_experts
 
     model = _base(case, options.seed)
-    packed = case.model == "gpt-oss" and case.method == "lora"
+    packed = case.is_gpt_oss and case.method == "lora"
     if packed:
         held = model if ours else _base(case, options.seed)
         pack_experts(held)
@@ -313,6 +318,14 @@ class Learner:
         self.optimizer = torch.optim.AdamW(self.trainable, lr=case.rate, weight_decay=0.0)
         self.scaler = torch.amp.GradScaler(device, enabled=case.compute == torch.float16)
 
+    def move_by_a_rounding(self, seed: int) -> None:
+        """Multiply every trained number by 1 + 2^-23 or 1 - 2^-23."""
+        draw = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.trainable:
+                signs = torch.randint(0, 2, parameter.shape, generator=draw).to(parameter) * 2 - 1
+                parameter.mul_(1 + signs * 2**-23)
+
     def step(self, batch: Batch) -> float:
         """One step; the loss before it."""
         batch = {name: value.to(self.device) for name, value in batch.items()}
@@ -345,18 +358,21 @@ def compare(stock: list[float], ours: list[float]) -> dict[str, float]:
 
 
 def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """Train both and compare."""
-    learners, report = [], ""
-    for ours in (False, True):
-        model, report = build(case, options, ours=ours)
-        learners.append(Learner(model, case, options.device))
+    """Train both, and the control where it is asked for, and compare."""
+    model, report = build(case, options, ours=True)
+    learners = {"stock": Learner(build(case, options, ours=False)[0], case, options.device)}
+    learners["ours"] = Learner(model, case, options.device)
+    if options.control:
+        learners["control"] = Learner(build(case, options, ours=False)[0], case, options.device)
+        learners["control"].move_by_a_rounding(options.seed)
     print(case.name, report, sep="\n", flush=True)
-    losses: tuple[list[float], list[float]] = ([], [])
-    for step, batches in enumerate(itertools.islice(pairs(case, options), options.steps), 1):
-        for learner, batch, curve in zip(learners, batches, losses, strict=True):
-            curve.append(learner.step(batch))
+    losses: dict[str, list[float]] = {name: [] for name in learners}
+    for step, (plain, packed) in enumerate(itertools.islice(pairs(case, options), options.steps), 1):
+        for name, learner in learners.items():
+            losses[name].append(learner.step(packed if name == "ours" else plain))
         if step % 10 == 0 or step == options.steps:
-            print(f"{case.name} step {step}: {losses[0][-1]:.5f} {losses[1][-1]:.5f}", flush=True)
+            print(case.name, "step", step, {name: round(curve[-1], 6) for name, curve in losses.items()}, flush=True)
+    control = compare(losses["stock"], losses["control"]) if options.control else {}
     return {
         "case": case.name,
         "model": case.model,
@@ -369,11 +385,11 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         "optimizer": "adamw",
         "learning_rate": case.rate,
         "checkpointing": not options.no_checkpointing,
-        "trainable_params": sum(p.numel() for p in learners[1].trainable),
+        "trainable_params": sum(p.numel() for p in learners["ours"].trainable),
         "patched": report,
-        **compare(*losses),
-        "stock": [round(loss, 7) for loss in losses[0]],
-        "ours": [round(loss, 7) for loss in losses[1]],
+        **compare(losses["stock"], losses["ours"]),
+        **{f"control_{name}": control[name] for name in ("max_diff", "mean_diff", "final_diff") if control},
+        **{name: [round(loss, 7) for loss in curve] for name, curve in losses.items()},
     }
 
 
@@ -400,7 +416,11 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
         steps = range(1, row["steps"] + 1)
         upper.plot(steps, row["stock"], color="0.7", linewidth=2.5, label="transformers")
         upper.plot(steps, row["ours"], color="C0", linewidth=0.8, label="patched")
-        lower.plot(steps, [b - a for a, b in zip(row["stock"], row["ours"], strict=True)], color="C0", linewidth=0.8)
+        for name, label, color in (("control", "stock moved by a rounding", "0.7"), ("ours", "patched", "C0")):
+            if name in row:
+                apart = [b - a for a, b in zip(row["stock"], row[name], strict=True)]
+                lower.plot(steps, apart, color=color, linewidth=0.8, label=label)
+        lower.legend(fontsize=7)
         upper.set_title(row["case"], fontsize=9)
         lower.set_xlabel("step")
     axes[0][0].set_ylabel("training loss")
@@ -415,8 +435,9 @@ def faults(found: list[dict[str, Any]]) -> list[str]:
     """Curves that do not overlap as they must."""
     out = []
     for row in found:
-        if row["dtype"] == "float32" and not row["max_diff"] <= FLOAT32_WITHIN:
-            out.append(f"{row['case']}: a step differs by {row['max_diff']:.2e}, more than {FLOAT32_WITHIN}")
+        within = max(FLOAT32_WITHIN, 2 * row.get("control_max_diff", 0.0))
+        if row["dtype"] == "float32" and not row["max_diff"] <= within:
+            out.append(f"{row['case']}: a step differs by {row['max_diff']:.2e}, more than {within:.2e}")
         if not abs(row["final_diff"]) <= FINAL_WITHIN:
             out.append(f"{row['case']}: the end differs by {row['final_diff']:.2e}, more than {FINAL_WITHIN}")
     return out

@@ -223,10 +223,10 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item(), length
 
-    def measure(self, ctx: int, warm_up: bool) -> dict[str, Any]:
-        """Median seconds of ``STEPS`` steps in a row; the first time at a length, report loss and norm as well.
+    def measure(self, ctx: int, warm_up: bool, steps: int = STEPS) -> dict[str, Any]:
+        """Median seconds of ``steps`` steps in a row; the first time at a length, report loss and norm as well.
 
-        One step goes before them, so that no time of theirs goes into getting memory from the driver.
+        One step goes before several, so that no time of theirs goes into getting memory from the driver.
         """
         torch = self.torch
         cuda = self.device.type == "cuda"
@@ -236,9 +236,10 @@ class Stepper:
                 answer["loss"], answer["grad_norm"] = self.step(ctx, norm=True)
             gc.collect()
             _reset_memory()
-            self.step(ctx)
+            if steps > 1:
+                self.step(ctx)
             times = []
-            for _ in range(STEPS):
+            for _ in range(steps):
                 if cuda:
                     torch.cuda.synchronize()
                 started = time.perf_counter()
@@ -292,7 +293,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = stepper.measure(request["ctx"], request["warm_up"])
+            answer = stepper.measure(**request)
         except Exception as error:
             traceback.print_exc()
             answer = {"error": repr(error)[:500]}

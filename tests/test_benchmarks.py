@@ -167,3 +167,160 @@ def test_rows_of_offload(tmp_path: Path) -> None:
     ]
     assert rows[1]["host_gib"] == rows[1]["stored_gib"] > 0 and rows[0]["overhead"] == 0
     assert all(row["step_ms"] > 0 and row["pairs"] == 2 for row in rows)
+
+
+def test_both_models_of_the_training_proof_learn_the_same(tmp_path: Path) -> None:
+    """Unpacked rows on stock, one packed row on ours; and a window of a document on both."""
+    file = tmp_path / "rows.json"
+    options = [
+        "--cases",
+        "gpt-oss-lora-float32,llama-lora-float32",
+        "--steps",
+        "3",
+        "--ctx",
+        "64",
+        "--control",
+        "--json",
+        str(file),
+    ]
+    command = [sys.executable, "-m", "benchmarks", "training", *options, "--data", "README.md", "CONTRIBUTING.md"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())
+    assert [row["case"] for row in rows] == ["gpt-oss-lora-float32", "llama-lora-float32"]
+    for row in rows:
+        assert len(row["stock"]) == len(row["ours"]) == 3 and len(set(row["stock"])) == 3
+        assert row["ours"] == pytest.approx(row["stock"], abs=1e-5) and row["max_diff"] < 1e-5
+        assert row["control"] == pytest.approx(row["stock"], abs=1e-5) and row["control"] != row["stock"]
+        assert row["trainable_params"] > 0 and "eager sink attention" in row["patched"]
+    assert file.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_training_refuses_what_it_cannot_run() -> None:
+    for options, message in (
+        (["--cases", "smollm2-lora-int8"], "expected any of smollm2-lora-float32"),
+        (["--cases", "smollm2-lora-float16"], "expected --device cuda for float16"),
+    ):
+        command = [sys.executable, "-m", "benchmarks", "training", *options]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode != 0 and message in done.stderr
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package can be imported."""
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_curves_that_part_are_found() -> None:
+    from benchmarks.training import add_rounding, compare, faults
+
+    exact = [3.0 - 0.01 * step for step in range(40)]
+    row = {"case": "a", "model": "m", "method": "full", "dtype": "float32", "device": "cpu"}
+    row |= {"ctx": 8, "steps": 40, "seed": 0, "learning_rate": 1e-3, "stock": exact}
+    same = row | compare(exact, exact) | {"ours": exact}
+    assert faults([same]) == []
+    one = exact[:20] + [exact[20] + 0.01] + exact[21:]
+    assert faults([row | compare(exact, one) | {"control_max_diff": 0.006}]) == []
+    assert len(faults([row | compare(exact, one)])) == 1  # a single step of float32
+    ends = [loss + 0.03 * (step >= 20) for step, loss in enumerate(exact)]
+    narrow = row | {"dtype": "bfloat16", "stock": [loss + 0.5 for loss in exact]}
+    assert faults([narrow | compare(exact, one)]) == []
+    assert len(faults([narrow | compare(exact, ends)])) == 1
+    assert len(faults([narrow | compare(exact, [float("nan")] * 40)])) == 1
+    add_rounding(found := [narrow, same, narrow | {"seed": 1}])
+    assert found[0]["rounding"] == pytest.approx(0.5) and not {"rounding"} & (found[1].keys() | found[2].keys())
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_packed_and_padded_rows_hold_the_same_documents() -> None:
+    import itertools
+
+    from benchmarks.training import flattened, packs, padded
+
+    texts = ["first paragraph of a text\nshort\nthe second one of it, which is longer than the first"]
+    for pack in itertools.islice(packs(texts, 64, seed=3), 4):
+        rows, row = padded(pack), flattened(pack)
+        assert 48 < row["input_ids"].shape[1] <= 64 and len(pack) == len(rows["input_ids"]) > 1
+        assert torch.equal(rows["input_ids"][rows["attention_mask"] == 1], row["input_ids"][0])
+        assert (row["labels"] == -100).sum() == len(pack) == (row["position_ids"] == 0).sum()
+        assert (rows["labels"] != -100).sum() - len(pack) == (row["labels"] != -100).sum()
+
+
+def test_tables_of_committed_rows(tmp_path: Path) -> None:
+    file, picture = ROOT / "benchmarks/results/h200-2026-12-02-step.json", tmp_path / "records.png"
+    command = [sys.executable, "-m", "benchmarks", "records", "--table", str(file), "--plot", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "gpt-oss-20b, 24 layers, LoRA r=32, adamw_8bit, NVIDIA H200 capped to 79 GiB, 2026-12-02" in done.stdout
+    assert "unsloth 2026.10.9" in done.stdout and "losses differ by at most 0.14%" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    labels = ("unsloth", "ours", "ours_triton")
+    assert lines[0] == f"| tokens | {' | '.join(f'{label}: tokens/s (peak GiB)' for label in labels)} |"
+    assert lines[-1] == "| 32,768 | 8,376 (28.6) | 16,722 (63.8), 2.00x | 14,008 (63.8), 1.67x |"
+    assert picture.stat().st_size > 10_000
+
+    command[command.index(str(file))] = str(ROOT / "benchmarks/results/h200-2026-12-01-attention.json")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode != 0 and "expected rows of `step` or of longest contexts; got none" in done.stderr
+
+
+@pytest.mark.usefixtures("benchmarks")
+@pytest.mark.parametrize(
+    ("limit", "start", "answer"),
+    [
+        (100_000, 100_000, (100_000, 103_072)),  # strides of 3,072, a 32nd in whole 256s
+        (99_999, 100_000, (96_928, 100_000)),
+        (106_000, 100_000, (103_072, 106_144)),
+        (10**6, 100_000, (115_360, None)),
+        (10, 100_000, (None, 84_640)),
+        (300, 512, (256, 512)),
+        (0, 512, (None, 256)),
+    ],
+)
+def test_search_for_the_longest_context(limit: int, start: int, answer: tuple[int | None, int | None]) -> None:
+    from benchmarks.records import search
+
+    tried: list[int] = []
+    assert search(lambda ctx: tried.append(ctx) or ctx <= limit, start) == answer
+    assert len(tried) == len(set(tried)) <= 6
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("benchmarks")
+def test_records_measure_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import argparse
+
+    from benchmarks import records
+
+    tiny = "--model tiny --optimizer adamw --lora-rank 4 --repeats 1"
+    runs = {
+        "steps": records.Run(f"{tiny} --ctx 32,64"),
+        "longest": records.Run(f"{tiny} --in-memory --policy min_memory --cap-gib 0.2", longest=True),
+        "wrong": records.Run(f"{tiny} --weights nf4"),
+    }
+    monkeypatch.setattr(records, "RUNS", runs)
+    asked: list[int] = []
+
+    def one_step(options: argparse.Namespace, ctx: int, log: Path) -> dict[str, object]:
+        """A real step of 64 tokens, and a limit as if there were one."""
+        asked.append(ctx)
+        return real(options, 64, log) | ({} if ctx <= asked[0] else {"oom": True})
+
+    real = records.one_step
+    monkeypatch.setattr(records, "one_step", one_step)
+    parser = argparse.ArgumentParser()
+    records.add_arguments(parser)
+    line = ["--only", "steps,longest,wrong", "--out", str(tmp_path), "--host-ram-gib", "8"]
+    assert records.run(parser.parse_args(line)) == 1  # one of them is wrong
+    out = capsys.readouterr()
+    assert "wrong: failed: --weights: expected mxfp4" in out.err and "tiny, 2 layers" in out.out
+    assert "Longest context" in out.out and f"| {asked[0]:,} |" in out.out and f"| {asked[1]:,} |" in out.out
+    assert json.loads((tmp_path / "longest.json").read_text())[0]["too_long"] == asked[1] > asked[0]
+    assert not (tmp_path / "wrong.json").exists() and len(asked) == 2
+
+    assert records.run(parser.parse_args(["--only", "steps,longest", "--out", str(tmp_path)])) == 0
+    assert len(asked) == 2 and "steps: there already" in (tmp_path / "progress.txt").read_text()
