@@ -7,9 +7,9 @@ with eager attention, has a padded row for each document: a leak between documen
 
 On a CPU ours runs its plain PyTorch parts, with ``--device cuda`` its kernels.
 
-Two runs whose numbers differ by a rounding part as soon as a near-tie sends a token to another expert. ``--control``
-shows how far: stock once more, with every trained number moved by one part in 2^23. In ``gpt-oss-all`` each token goes
-to all experts, so that there are no ties.
+Two runs whose numbers differ by a rounding part in the end, at once where a near-tie sends a token to another expert.
+``--control`` shows how far: stock once more, with every trained number moved by one part in 2^23. In ``gpt-oss-all``
+each token goes to all experts, so that there are no ties.
 
     python -m benchmarks training --cases smollm2-lora-float32,gpt-oss-full-float32 --steps 300 --json rows.json
 """
