@@ -44,6 +44,7 @@ from unsloth_plugins.core.models.experts import (
 )
 from unsloth_plugins.core.models.layers import mlp_holding_bytes, patch_layers
 from unsloth_plugins.core.models.lora import keep_unpacked, patch_lora
+from unsloth_plugins.core.models.search import ModuleSearch
 from unsloth_plugins.core.models.streaming import (
     check_streamed,
     choose_weights,
@@ -104,6 +105,8 @@ class Applied:
         self.stream: WeightStream | None = None
         self._pairs = Pairs() if config.checkpoint_pairs else None
         self.tokens_seen = 0
+        self._checkpointable = ModuleSearch(parts.causal_lm, _can_checkpoint)
+        self._layers = ModuleSearch(parts.decoder, is_layer)
         self._patches = PatchSet()
         self._checkpoint_patches = PatchSet()
         self._configs: ConfigSwap | None = None
@@ -161,7 +164,9 @@ class Applied:
             self._note("gradient checkpointing", "left alone", "switched off in the config")
             return
         ours = foreign = layers = 0
-        for module in _checkpointed_modules(self.parts.causal_lm):
+        for module in self._checkpointable():
+            if module.gradient_checkpointing is not True:
+                continue
             current = getattr(module, "_gradient_checkpointing_func", None)
             keywords = _torch_checkpoint_keywords(current)
             if keywords is None and not isinstance(current, LayerCheckpoint):
@@ -257,7 +262,7 @@ class Applied:
             self._make_room(tokens)
             if self.budget is not None:
                 if device.type == "cuda" and not any(layer.experts for layer in self.parts.layers):
-                    self.budget.holding_bytes = mlp_holding_bytes(self.parts.decoder, device)
+                    self.budget.holding_bytes = mlp_holding_bytes(self.parts.decoder, self._layers(), device)
                 self.budget.begin(device, tokens)
 
     def _apply_attention(self) -> None:
@@ -430,7 +435,7 @@ class Applied:
 
     def _apply_checkpointing(self) -> None:
         if self.config.gradient_checkpointing is True:
-            modules = [m for m in self.parts.causal_lm.modules() if hasattr(m, "gradient_checkpointing")]
+            modules = self._checkpointable()
             if not modules:
                 raise UnsupportedError(
                     expected="a model that supports gradient checkpointing, for gradient_checkpointing=True",
@@ -478,8 +483,8 @@ def _adapter_names(causal_lm: nn.Module) -> tuple[str, ...]:
     return tuple(getattr(causal_lm, "peft_config", ()))
 
 
-def _checkpointed_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+def _can_checkpoint(module: nn.Module) -> bool:
+    return hasattr(module, "gradient_checkpointing")
 
 
 def _is_sharded(layer: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
 from typing import Any, Literal
@@ -22,7 +22,6 @@ from unsloth_plugins.core.layers.normed import note_normed
 from unsloth_plugins.core.layers.op import Implementation, resolve_implementation, why_reference
 from unsloth_plugins.core.layers.reference import Activation, NormRule
 from unsloth_plugins.core.layers.tiled_mlp import TILE, tiled_mlp
-from unsloth_plugins.core.models.binding import is_layer
 from unsloth_plugins.core.models.lora import linears_of
 from unsloth_plugins.core.offload.tail import holds
 from unsloth_plugins.core.patches import PatchSet
@@ -169,11 +168,11 @@ def _tiled(self: Any, state: _Mlp, hidden: torch.Tensor, implementation: Impleme
     return out.to(result)
 
 
-def mlp_holding_bytes(decoder: nn.Module, device: torch.device) -> int:
+def mlp_holding_bytes(decoder: nn.Module, layers: Iterable[nn.Module], device: torch.device) -> int:
     """What ``hold`` of ``tiled_mlp`` takes for one token; 0 where a layer has no MLP that goes through it as it is."""
     x = torch.empty(0, dtype=next(decoder.parameters()).dtype, device=device)
     most = 0
-    for layer in filter(is_layer, decoder.modules()):
+    for layer in layers:
         mlp: Any = getattr(layer, "mlp", None)
         state = None if mlp is None else vars(mlp).get(_STATE)
         if not isinstance(state, _Mlp) or _implementation(state.choice, x) is None:

@@ -329,6 +329,47 @@ def test_checkpointing_that_the_user_switches_on_later_is_followed() -> None:
     assert applied.store.held_bytes == 0
 
 
+def test_a_step_walks_through_no_modules_and_still_sees_layers_and_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    applied = apply(model)
+    applied.store.min_bytes = 0
+    batch, one = batch_of(2, 9), 2 * 9 * 64 * 4
+    loss_and_grads(model, **batch)
+    walk, walks = torch.nn.Module.named_modules, []
+    monkeypatch.setattr(
+        torch.nn.Module, "named_modules", lambda self, *args, **kw: walks.append(1) or walk(self, *args, **kw)
+    )
+    model.train()
+    model(**batch).loss.backward()
+    assert not walks
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    loss_and_grads(model, **batch)
+    assert applied.store.total_bytes == 2 * one
+    model.model.layers.append(tiny_llama(1).model.layers[0])  # one that nobody has seen
+    model.model.config.num_hidden_layers = 3
+    model.gradient_checkpointing_disable()
+    loss_and_grads(model, **batch)
+    assert applied.store.total_bytes == 2 * one
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    loss_and_grads(model, **batch)
+    assert applied.store.total_bytes == 5 * one
+    model.model.layers = torch.nn.ModuleList(list(model.model.layers)[:1])
+    loss_and_grads(model, **batch)
+    assert applied.store.total_bytes == 6 * one
+
+
+def test_adapters_added_between_steps_are_found() -> None:
+    model = tiny_llama()
+    applied = apply(model, gradient_checkpointing=True, lora="fused")
+    applied.store.min_bytes = 0
+    batch = batch_of(2, 9)
+    loss_and_grads(model, **batch)
+    peft = get_peft_model(model, LORA)
+    loss_and_grads(peft, **batch)
+    assert "4 linear layers" in applied.report()
+    assert applied.store.total_bytes == 4 * 2 * 9 * 64 * 4
+
+
 def test_a_checkpoint_function_of_the_trainers_own_stays() -> None:
     model = tiny_llama()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
