@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -151,22 +152,33 @@ def test_rows_of_merge(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["adapter", "base"]
 
 
-@pytest.mark.slow
-def test_rows_of_offload(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "ctx"), [("tiny", 128), ("tiny-mamba", 64), ("tiny-unet", 256)])
+def test_rows_of_offload(model: str, ctx: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    main = importlib.import_module("benchmarks.__main__").main
     file = tmp_path / "rows.json"
-    options = ["--layers", "3", "--ctx", "512", "--pairs", "2", "--peers", "save_on_cpu", "--json", str(file)]
-    command = [sys.executable, "-m", "benchmarks", "offload", "--model", "tiny", *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--model", model, "--ctx", str(ctx), "--pairs", "2", "--peers", "save_on_cpu,transformers"]
+    if model != "tiny-unet":
+        options += ["--layers", "3"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "offload", *options, "--json", str(file)])
+    assert main() == 0
     rows = json.loads(file.read_text())
-    assert [(row["impl"], row["policy"]) for row in rows] == [
-        ("checkpoint", None),
-        ("ours", "offload_all"),
-        ("ours", "auto"),
-        ("save_on_cpu", None),
-    ]
+    kinds = [("checkpoint", None), ("ours", "offload_all"), ("ours", "auto"), ("save_on_cpu", None)]
+    assert [(row["impl"], row["policy"]) for row in rows] == [*kinds, ("transformers", None)]
     assert rows[1]["host_gib"] == rows[1]["stored_gib"] > 0 and rows[0]["overhead"] == 0
-    assert all(row["step_ms"] > 0 and row["pairs"] == 2 for row in rows)
+    measured = rows if rows[-1].get("skipped") is None else rows[:-1]
+    assert all(row["step_ms"] > 0 and row["pairs"] == 2 for row in measured)
+    on_cuda = torch.cuda.is_available() and model != "tiny-unet"
+    assert on_cuda == (measured is rows) or "offload=True" in rows[-1]["skipped"]
+
+
+def test_a_unet_takes_squares_only_and_has_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    main = importlib.import_module("benchmarks.__main__").main
+    for wrong, message in ((["--ctx", "128"], "squares"), (["--ctx", "64", "--layers", "2"], "--layers")):
+        monkeypatch.setattr(sys, "argv", ["benchmarks", "offload", "--model", "tiny-unet", "--pairs", "1", *wrong])
+        with pytest.raises(SystemExit, match=message):
+            main()
 
 
 @pytest.fixture
