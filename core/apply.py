@@ -163,14 +163,15 @@ class Applied:
         if self.config.gradient_checkpointing is False:
             self._note("gradient checkpointing", "left alone", "switched off in the config")
             return
-        ours = foreign = layers = 0
+        ours = layers = 0
+        foreign: Any = None
         for module in self._checkpointable():
             if module.gradient_checkpointing is not True:
                 continue
             current = getattr(module, "_gradient_checkpointing_func", None)
             keywords = _torch_checkpoint_keywords(current)
             if keywords is None and not isinstance(current, LayerCheckpoint):
-                foreign += 1
+                foreign = current
                 continue
             ours += 1
             if self._pairs is not None and _is_sharded(module):
@@ -188,8 +189,8 @@ class Applied:
         self.store.layers = layers
         if self.budget is not None:
             self.budget.layers = layers
-        if foreign:
-            self._note("gradient checkpointing", "left alone", "the trainer brought a checkpoint function of its own")
+        if foreign is not None:
+            self._note("gradient checkpointing", "left alone", _whose(foreign))
         elif ours:
             chosen = f"; {self.budget.describe()}" if self.budget is not None and self.budget.plan is not None else ""
             which = ", of every second layer" if self.config.checkpoint_pairs else ""
@@ -502,6 +503,18 @@ def _torch_checkpoint_keywords(function: Any) -> dict[str, Any] | None:
         keywords = {**function.keywords, **keywords}
         function = function.func
     return keywords if function is checkpoint else None
+
+
+def _whose(function: Any) -> str:
+    """Of a checkpoint function that is not torch's, for the report."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if getattr(function, "__module__", "") == "transformers.modeling_utils":  # what its offload=True defines there
+        return (
+            "transformers' offload=True copies inputs to the host, and computing waits for it; without that option "
+            "memory_policy does it while computing goes on"
+        )
+    return "the trainer brought a checkpoint function of its own"
 
 
 def applied_to(model: nn.Module) -> Applied | None:

@@ -384,6 +384,36 @@ def test_a_checkpoint_function_of_the_trainers_own_stays() -> None:
     assert "of its own" in report and all(layer._gradient_checkpointing_func is own for layer in model.model.layers)
 
 
+@pytest.mark.skipif(
+    not hasattr(PreTrainedModel, "activation_checkpointing_enable"), reason="this transformers does not offload"
+)
+def test_transformers_own_offloading_stays_and_the_report_names_ours() -> None:
+    model = tiny_llama()
+    applied = apply(model, memory_policy="offload_all")
+    model.activation_checkpointing_enable(offload=True)
+    theirs = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    assert "offload=True" in applied.report() and "memory_policy" in applied.report()
+    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == theirs
+    model.activation_checkpointing_enable()
+    assert "offload=True" not in applied.report() and "non-reentrant" in applied.report()
+    applied.undo()
+
+
+@pytest.mark.skipif(
+    "every_n_layers" not in inspect.signature(PreTrainedModel._set_gradient_checkpointing).parameters,
+    reason="this transformers checkpoints all layers or none",
+)
+def test_layers_that_the_user_leaves_out_run_without_a_checkpoint() -> None:
+    model, batch = tiny_llama(), batch_of(2, 9)
+    want = loss_and_grads(model, **batch)
+    applied = apply(model, offload_min_bytes=0)
+    model.activation_checkpointing_enable(every_n_layers=2)
+    got = loss_and_grads(model, **batch)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]
+    assert applied.store.layers == 1 and applied.store.total_bytes == 2 * 9 * 64 * 4
+
+
 def test_case_3_adapters_get_the_gradients_of_the_run_without_checkpointing() -> None:
     batch = batch_of(2, 13)
     grads = []
