@@ -100,9 +100,9 @@ def test_case_33_an_expert_without_tokens_and_a_backward_that_is_tried_again(pai
     for layer in ref.model.layers:
         layer.mlp.router.bias.data[3] = -1e4  # nobody goes there
     ours, batch = twin(ref), batch_of(2, 12)
-    apply(ref, attention="reference", gradient_checkpointing=False)
+    apply(ref, attention="eager", gradient_checkpointing=False)
     options: dict[str, Any] = {"memory_policy": "offload_all", "offload_min_bytes": 0, "checkpoint_pairs": pairs}
-    applied = apply(ours, attention="reference", gradient_checkpointing=True, **options)
+    applied = apply(ours, attention="eager", gradient_checkpointing=True, **options)
     applied.store._engine = lambda device: SimulatedCopies(eager=0.3)
     want, mapped = loss_and_grads(ref, **batch), []
     for _ in range(3):
