@@ -7,9 +7,14 @@ in ``transfers``, which runs on any engine.
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+
+_UNREAD = 256  # pairs of events after which those that are over are read
 
 
 class CopyEngine(Protocol):
@@ -43,15 +48,47 @@ class CopyEngine(Protocol):
         """Milliseconds of all copies so far, and milliseconds that computing waited for copies."""
 
 
+class Clock:
+    """Milliseconds between pairs of events, added up once they are over; events that nobody waits for are used again.
+
+    Args:
+        make: makes an event that takes the time.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._free: list[Any] = []
+        self._pairs: deque[tuple[Any, Any, bool]] = deque()
+        self._ms = 0.0
+
+    def event(self) -> Any:
+        """One to record the beginning with, or an end that goes to nobody but ``add``."""
+        return self._free.pop() if self._free else self._make()
+
+    def add(self, begin: Any, end: Any, *, shared: bool) -> None:
+        """Count the time between two recorded events; somebody else may wait for a ``shared`` end."""
+        self._pairs.append((begin, end, shared))
+        if len(self._pairs) > _UNREAD:
+            self.read_ms()
+
+    def read_ms(self) -> float:
+        """All so far; what is not over yet, or was added after such, counts the next time."""
+        while self._pairs and self._pairs[0][1].query():
+            begin, end, shared = self._pairs.popleft()
+            self._ms += begin.elapsed_time(end)
+            self._free += [begin] if shared else [begin, end]
+        return self._ms
+
+
 class CudaCopies:
     """One stream a direction, and events; the host waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
         self._out, self._in = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        self._copies: list[tuple[Any, Any]] = []
-        self._waits: list[tuple[Any, Any]] = []
-        self._ms = [0.0, 0.0]
+        self._ready = torch.cuda.Event()  # a stream waits for what it stood for at that moment: one does for all
+        make = functools.partial(torch.cuda.Event, enable_timing=True)
+        self._sent, self._fetched, self._waited = Clock(make), Clock(make), Clock(make)
 
     def pin(self, memory_N: torch.Tensor) -> bool:
         """Register the memory for every context of the driver."""
@@ -69,19 +106,13 @@ class CudaCopies:
 
     def to_host(self, source_N: torch.Tensor, host_N: torch.Tensor, after: Any) -> Any:
         """See ``CopyEngine``."""
-        ready = torch.cuda.current_stream(self.device).record_event()
-        self._out.wait_event(ready)
-        if after is not None:
-            self._out.wait_event(after)
+        self._follow(self._out, after)
         return self._copy(self._out, host_N, source_N)
 
     def to_device(self, host_N: torch.Tensor, after: Any) -> tuple[torch.Tensor, Any]:
         """See ``CopyEngine``."""
         target_N = torch.empty(host_N.numel(), dtype=torch.uint8, device=self.device)
-        ready = torch.cuda.current_stream(self.device).record_event()  # its memory may still be read by earlier work
-        self._in.wait_event(ready)
-        if after is not None:
-            self._in.wait_event(after)
+        self._follow(self._in, after)  # the target's memory may still be read by earlier work
         return target_N, self._copy(self._in, target_N, host_N)
 
     def wait(self, mark: Any) -> None:
@@ -89,9 +120,9 @@ class CudaCopies:
         if mark.query():
             return
         stream = torch.cuda.current_stream(self.device)
-        begin = stream.record_event(torch.cuda.Event(enable_timing=True))
+        begin = stream.record_event(self._waited.event())
         stream.wait_event(mark)
-        self._waits.append((begin, stream.record_event(torch.cuda.Event(enable_timing=True))))
+        self._waited.add(begin, stream.record_event(self._waited.event()), shared=False)
 
     def use(self, tensor_N: torch.Tensor) -> None:
         """See ``CopyEngine``."""
@@ -107,32 +138,23 @@ class CudaCopies:
 
     def copy_ms(self) -> tuple[float, float]:
         """See ``CopyEngine``; copies that are not over yet count the next time."""
-        self._ms[0] += _taken(self._copies)
-        self._ms[1] += _taken(self._waits)
-        return self._ms[0], self._ms[1]
+        return self._sent.read_ms() + self._fetched.read_ms(), self._waited.read_ms()
+
+    def _follow(self, stream: torch.cuda.Stream, after: Any) -> None:
+        """Let ``stream`` go on behind the current one, and behind ``after``."""
+        stream.wait_event(torch.cuda.current_stream(self.device).record_event(self._ready))
+        if after is not None:
+            stream.wait_event(after)
 
     def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Any:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        clock = self._sent if stream is self._out else self._fetched
+        begin, end = clock.event(), torch.cuda.Event(enable_timing=True)  # the end is the mark that others keep
         with torch.cuda.stream(stream):
             begin.record(stream)
             target.copy_(source, non_blocking=True)
             end.record(stream)
-        self._copies.append((begin, end))
-        if len(self._copies) > 512:
-            self.copy_ms()
+        clock.add(begin, end, shared=True)
         return end
-
-
-def _taken(pairs: list[tuple[Any, Any]]) -> float:
-    """Sum the milliseconds of pairs of events that are over, and take them off the list."""
-    waiting, taken_ms = [], 0.0
-    for begin, end in pairs:
-        if end.query():
-            taken_ms += begin.elapsed_time(end)
-        else:
-            waiting.append((begin, end))
-    pairs[:] = waiting
-    return taken_ms
 
 
 class PlainCopies:

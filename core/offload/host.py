@@ -29,7 +29,7 @@ class HostStore:
             those of the CPU where they are; ``True`` moves all, and copies CPU tensors too (for tests of the path);
             ``False`` moves nothing.
         min_bytes: smaller tensors stay on their device.
-        limit_bytes: of host memory; ``None`` for no limit.
+        limit_bytes: of host memory, for each device; ``None`` for no limit.
         hold: how many of the largest tensors may be on the device while their copies to the host run.
         engine: makes the copy engine of a device.
 

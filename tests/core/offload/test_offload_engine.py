@@ -12,6 +12,7 @@ from simulated_copies import SimulatedCopies
 from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.offload import HostStore, offload_checkpoint
 from unsloth_plugins.core.offload.arena import Arena
+from unsloth_plugins.core.offload.engine import Clock
 
 LATE = [0.0, 0.3, 0.7]  # how readily copies run by themselves
 
@@ -178,6 +179,76 @@ def test_case_33_an_unused_output_and_an_exception_leave_nothing_behind(eager: f
     assert store.held_bytes == 0
 
 
+class OwnMarks(SimulatedCopies):
+    """One device of several: a mark of another one would stand for a copy that this one knows nothing of."""
+
+    def to_host(self, source_N, host_N, after):  # type: ignore[no-untyped-def]
+        assert after is None or after.engine is self
+        return self._own(super().to_host(source_N, host_N, after))
+
+    def to_device(self, host_N, after):  # type: ignore[no-untyped-def]
+        assert after is None or after.engine is self
+        target_N, mark = super().to_device(host_N, after)
+        return target_N, self._own(mark)
+
+    def wait(self, mark):  # type: ignore[no-untyped-def]
+        assert mark.engine is self
+        super().wait(mark)
+
+    def is_done(self, mark):  # type: ignore[no-untyped-def]
+        assert mark.engine is self
+        return super().is_done(mark)
+
+    def _own(self, mark):  # type: ignore[no-untyped-def]
+        mark.engine = self
+        return mark
+
+
+class TwoDevices(HostStore):
+    """Tensors in float64 count as those of a second device."""
+
+    def _park(self, tensor, n_bytes):  # type: ignore[no-untyped-def]
+        self.place = torch.device("cuda", int(tensor.dtype == torch.float64))
+        return super()._park(tensor, n_bytes)
+
+    def transfers(self, device):  # type: ignore[no-untyped-def]
+        return super().transfers(self.place if device.type == "cpu" else device)
+
+
+@pytest.mark.parametrize("hold", [1, 2])
+@pytest.mark.parametrize("eager", LATE)
+def test_layers_on_two_devices_have_queues_and_memory_of_their_own(eager: float, hold: int) -> None:
+    engines: dict[torch.device, OwnMarks] = {}
+
+    def engine(device: torch.device) -> OwnMarks:
+        return engines.setdefault(device, OwnMarks(device.index, eager))
+
+    store = TwoDevices(True, min_bytes=0, engine=engine, hold=hold)
+    blocks = [Block(8, seed).to((torch.float32, torch.float64)[seed % 2]) for seed in range(6)]
+    x, labels = torch.randn(8, 8), torch.arange(8)
+    for n in range(4):
+        results = []
+        for ours in (False, True):
+            torch.manual_seed(n)
+            leaf = y = x.clone().requires_grad_()
+            for block in blocks:
+                y = y.to(block.inner.weight.dtype)
+                arguments = (y, y.T, y[1:], labels)
+                y = offload_checkpoint(block, *arguments, store=store) if ours else block(*arguments)
+                if y.requires_grad and ours:
+                    y.register_hook(lambda grad: store.tail_is_over())
+            results.append(torch.autograd.grad(y.sum(), [leaf, *(p for b in blocks for p in b.parameters())]))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), n
+        del y
+        assert store.held_bytes == 0
+    assert [device.index for device in engines] == [0, 1]
+    assert all(each.pinned for each in engines.values())
+    bytes_sent = [store.transfers(device).sent_bytes for device in engines]
+    assert bytes_sent[1] > bytes_sent[0] / 2 and sum(bytes_sent) == store.sent_bytes
+    store.release()
+    assert store.mapped_bytes == 0 and not any(each.pinned for each in engines.values())
+
+
 def test_backward_twice_and_without_gradient_in_between() -> None:
     store, blocks = simulated(0.3), [Block(8, seed) for seed in range(3)]
     x = torch.randn(8, 8, requires_grad=True)
@@ -255,6 +326,45 @@ def test_changes_in_place_while_the_copy_runs_are_noticed_and_later_ones_do_no_h
         store.pack(torch.randn(64))
     x.add_(1)
     assert torch.equal(store.unpack(packed), torch.ones(64))
+
+
+class Moment:
+    """An event of a device whose time the test decides."""
+
+    def __init__(self) -> None:
+        self.at_ms: float | None = None
+
+    def query(self) -> bool:
+        return self.at_ms is not None
+
+    def elapsed_time(self, end: Moment) -> float:
+        assert self.at_ms is not None and end.at_ms is not None
+        return end.at_ms - self.at_ms
+
+
+def test_events_are_used_again_once_they_are_read_but_for_those_that_others_wait_for() -> None:
+    clock, pairs = Clock(Moment), []
+    for shared in (True, False, False):
+        pairs.append((clock.event(), clock.event()))
+        clock.add(*pairs[-1], shared=shared)
+    for n, (begin, end) in enumerate(pairs[:2]):
+        begin.at_ms, end.at_ms = 10.0 * n, 10.0 * n + 2 + n
+    assert clock.read_ms() == clock.read_ms() == 2 + 3
+    again = [clock.event() for _ in range(4)]
+    known = [each for each in again if any(each in pair for pair in pairs)]
+    assert sorted(map(id, known)) == sorted(map(id, (pairs[0][0], *pairs[1])))  # not the shared end, nor what is open
+    pairs[2][0].at_ms, pairs[2][1].at_ms = 0.0, 7.0
+    assert clock.read_ms() == 12
+
+
+def test_the_clock_reads_by_itself() -> None:
+    clock, made = Clock(Moment), []
+    for _ in range(2000):
+        begin, end = clock.event(), clock.event()
+        made += [begin, end]
+        begin.at_ms, end.at_ms = 0.0, 0.5
+        clock.add(begin, end, shared=False)
+    assert len({id(each) for each in made}) < 1200 and clock.read_ms() == 1000
 
 
 def test_arena_holds_what_is_stored_and_is_used_again() -> None:
