@@ -35,8 +35,10 @@ from unsloth_plugins.core.models.attention import (
 from unsloth_plugins.core.models.binding import ModelParts, is_layer
 from unsloth_plugins.core.models.causal_lm import chunked_losses, patch_loss, unpatch_loss
 from unsloth_plugins.core.models.experts import (
+    GROUPS_FROM,
     PROJECTIONS,
     PackedExperts,
+    decoded_bytes,
     holding_bytes,
     keep_decoded,
     patch_expert_wrappers,
@@ -305,9 +307,11 @@ class Applied:
             self._note("experts", "left alone", "switched off in the config" if choice is None else "none recognised")
             return
         weight: torch.Tensor = layers[0].experts.gate_up_proj  # type: ignore[union-attr,assignment]
-        resolved, why = resolve_implementation(choice, weight.device, weight.dtype)
+        most = max(decoded_bytes(layer.experts) for layer in layers)  # type: ignore[arg-type]
+        by_groups = self.config.memory_policy == "min_memory" and most > GROUPS_FROM
+        resolved, why = resolve_implementation(choice, weight.device, weight.dtype, by_groups=by_groups)
         for layer in layers:
-            patch_experts(layer, self._patches, choice)
+            patch_experts(layer, self._patches, choice, by_groups=by_groups)
         routed = all(layer.router is not None for layer in layers)
         if self.budget is not None and resolved != "reference" and routed and len(layers) == len(self.parts.layers):
             self.budget.holding_bytes = max(

@@ -35,7 +35,8 @@ class UnslothConfig:
     experts: Literal["auto", "reference", "grouped_mm", "triton"] | None = "auto"
     """Mixture-of-experts layers: ``grouped_mm`` and ``triton`` are one grouped GEMM for all experts, torch's (bf16 on
     Hopper and Blackwell) and ours, ``reference`` is a loop over them. ``auto`` takes the first that runs: on CUDA a
-    grouped GEMM, but for bf16 below compute capability 8.0 and float64."""
+    grouped GEMM, but for bf16 below compute capability 8.0 and float64. Under ``memory_policy="min_memory"`` ``triton``
+    goes first where the experts of a layer take more than 2 GiB, which it does not decode all at once."""
 
     weights: Literal["auto", "resident", "streamed"] = "auto"
     """Where packed MXFP4 experts are: ``resident`` on the model's device, ``streamed`` in host memory, page-locked on
@@ -71,8 +72,8 @@ class UnslothConfig:
     memory for are not checkpointed after all, and the inputs of the others go to host memory where that makes room;
     on other devices as ``on_device``, but for accelerators, whose inputs go to the host. ``offload_all``: every layer
     is checkpointed, every input goes to the host. ``min_memory``: the same with the least held on the device at once,
-    at most 64 MiB of logits in the loss, and our attention kernels in place of ``sdpa``. ``on_device``: plain
-    checkpointing."""
+    at most 64 MiB of logits in the loss, at most 512 MiB of decoded experts of layers with more than 2 GiB of them, and
+    our attention kernels in place of ``sdpa``. ``on_device``: plain checkpointing."""
 
     checkpoint_pairs: bool = False
     """Keep the input of every second checkpointed layer only, wherever inputs wait, and compute the ones in between

@@ -17,9 +17,17 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from unsloth_plugins.core.device import on
-from unsloth_plugins.core.experts.gemm import GEMMS, GroupedGemm
+from unsloth_plugins.core.experts.gemm import GEMMS, GroupedGemm, TritonGemm
 from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
-from unsloth_plugins.core.experts.projection import DecodedLayer, Projection, Term
+from unsloth_plugins.core.experts.projection import (
+    DecodedLayer,
+    GroupedProjection,
+    Projection,
+    Term,
+    WholeProjection,
+    needs_memory,
+)
+from unsloth_plugins.core.layers.normed import Rule, may_pass_by, normed_of
 from unsloth_plugins.core.layers.swiglu import Swiglu
 from unsloth_plugins.core.offload.tail import Kept, keep
 
@@ -50,7 +58,7 @@ def _route(index_NK: torch.Tensor, n_experts: int) -> _Routing:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """What does not change from step to step."""
+    """What does not change from step to step. ``rule`` normalises x, where backward goes past a norm."""
 
     gate_up: Weight
     gate_up_bias_EJ: torch.Tensor | None
@@ -60,6 +68,8 @@ class _Layer:
     activation: Swiglu
     gemm: GroupedGemm
     decoded: DecodedLayer | None
+    weights_limit: int | None
+    rule: Rule | None
 
     @property
     def base(self) -> tuple[Weight | torch.Tensor | None, ...]:
@@ -83,8 +93,13 @@ class _Layer:
         terms = Term(self.gate_up, a1, b1, self.scalings[0]), Term(self.down, a2, b2, self.scalings[1])
         if self.decoded is not None and self.decoded.keeps(terms, x.dtype):
             return self.decoded.projections(terms, x.dtype, self.gemm, written)
-        first, second = (Projection.of(term, x.dtype, self.gemm) for term in terms)
-        return first, second
+        return self._projection(terms[0], x.dtype), self._projection(terms[1], x.dtype)
+
+    def _projection(self, term: Term, dtype: torch.dtype) -> Projection:
+        if self.weights_limit is None or not needs_memory(term):
+            return WholeProjection(term, dtype, self.gemm)
+        assert isinstance(self.gemm, TritonGemm)
+        return GroupedProjection(term, dtype, self.gemm, self.weights_limit)
 
 
 def _forward(
@@ -197,12 +212,14 @@ def _backward(
     layer: _Layer,
     dout: torch.Tensor,
     x: torch.Tensor,
+    norm_H: torch.Tensor | None,
     weight: torch.Tensor,
     index: torch.Tensor,
     adapters: Any,
     held: Sequence[torch.Tensor],
     written: int | None,
 ) -> tuple[torch.Tensor | None, ...]:
+    """``x`` and its gradient are those of the norm's input where there is ``norm_H``, the norm's weight."""
     from unsloth_plugins.core.experts import kernels
 
     a1, b1, a2, b2 = adapters
@@ -222,7 +239,13 @@ def _backward(
         ends_E, count = route.ends_E, route.token_M.shape[0]
         weight_M = weight[part].reshape(-1)[route.order_M]
         rows_MK = first.rows(count)
-        kernels.gather_rows(x[part], route.token_M, rows_MK[:, : first.inputs])
+        x_NH = x[part]
+        if layer.rule is not None and norm_H is not None:
+            with torch.enable_grad():
+                source_NH = x_NH.detach().requires_grad_()
+                normal_NH = layer.rule(source_NH, norm_H)
+            x_NH = normal_NH.detach()
+        kernels.gather_rows(x_NH, route.token_M, rows_MK[:, : first.inputs])
         first.complete(rows_MK, ends_E)
         gate_up_MJ = held[start // TILE] if held else first(rows_MK, ends_E)
 
@@ -273,7 +296,10 @@ def _backward(
         if base[0].bias_EO is not None:
             base[0].add_bias((route.expert_M == experts_E1).to(x.dtype), d_gate_up_MJ)
         kernels.combine(d_rows_MK[:, : first.inputs], route.place_NK, dx[part], more_MH=more_MH)
-        del rows_MK, d_gate_up_MJ, d_rows_MK, more_MH  # or the next tile's would be made beside them
+        if layer.rule is not None and norm_H is not None:
+            dx[part] = torch.autograd.grad(normal_NH, source_NH, dx[part])[0]
+            del normal_NH, source_NH
+        del x_NH, rows_MK, d_gate_up_MJ, d_rows_MK, more_MH  # or the next tile's would be made beside them
     of_adapters = (*grads[0].result(a1, b1), *grads[1].result(a2, b2))
     return dx, d_weight.to(weight.dtype), *of_adapters, *base[0].result(), *base[1].result()
 
@@ -290,10 +316,12 @@ class _Experts(torch.autograd.Function):
         hold: bool,
         index: Any,
         x: Any,
+        source: Any,
         weight: Any,
         *parameters: Any,
     ):  # type: ignore[no-untyped-def]
-        """``parameters``: the adapters that are present, then the trained ones of ``layer.base``."""
+        """``source``: what x was normalised from, or x itself, which gets the gradient. ``parameters``: the adapters
+        that are present, then the trained ones of ``layer.base``."""
         adapters = parameters[: sum(present)]
         ctx.layer, ctx.kept, ctx.present, ctx.trained = layer, kept, present, layer.trained
         held: list[torch.Tensor] = []
@@ -307,12 +335,14 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        index, x, weight, *adapters = ctx.kept.tensors()
-        with on(x.device):
-            spread = _spread(adapters, ctx.present)
-            out = _backward(ctx.layer, grads[0].contiguous(), x, weight, index, spread, ctx.saved_tensors, ctx.written)
+        index, source, weight, *others = ctx.kept.tensors()
+        norm_H = others.pop() if ctx.layer.rule is not None else None
+        with on(source.device):
+            spread, dout = _spread(others, ctx.present), grads[0].contiguous()
+            out = _backward(ctx.layer, dout, source, norm_H, weight, index, spread, ctx.saved_tensors, ctx.written)
         ctx.kept.over()
         return (
+            None,
             None,
             None,
             None,
@@ -349,6 +379,7 @@ def experts_fused(
     hold: bool = False,
     gemm: GroupedGemm = GEMMS["grouped_mm"],
     decoded: DecodedLayer | None = None,
+    weights_limit: int | None = None,
 ) -> torch.Tensor:
     """See ``op.experts``; N tokens here are all, not one tile. ``can_fuse`` says when it may be called."""
     given: list[torch.Tensor | None] = []
@@ -357,14 +388,22 @@ def experts_fused(
     present = tuple(tensor is not None for tensor in given)
     adapters = [tensor for tensor in given if tensor is not None]
     scalings = tuple(lora[0].scaling if lora else 1.0 for lora in (gate_up_lora, down_lora))
-    layer = _Layer(gate_up_EHJ, gate_up_bias_EJ, down_EIH, down_bias_EH, scalings, activation, gemm, decoded)  # type: ignore[arg-type]
+    base = (gate_up_EHJ, gate_up_bias_EJ, down_EIH, down_bias_EH)
     x_NH = x_NH.contiguous()
+    normed = normed_of(x_NH) if torch.is_grad_enabled() else None
+    passes_by = normed is not None and normed.x.dtype == x_NH.dtype and may_pass_by(x_NH, normed)
+    rule = normed.rule if normed is not None and passes_by else None
+    layer = _Layer(*base, scalings, activation, gemm, decoded, weights_limit, rule)  # type: ignore[arg-type]
     trained = [each for each, needed in zip(layer.base, layer.trained, strict=True) if needed]
     wanted = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in (x_NH, weight_NK, *adapters)))
     if not wanted:
         with on(x_NH.device):
             return _forward(layer, x_NH, weight_NK, index_NK, given)
-    if not any(t.requires_grad for t in (x_NH, weight_NK, *adapters)):  # only the base is trained
-        x_NH = x_NH.detach().requires_grad_()
-    kept, (index_NK, x_NH, weight_NK, *adapters) = keep(index_NK, x_NH, weight_NK, *adapters)
-    return _Experts.apply(layer, kept, present, hold, index_NK, x_NH, weight_NK, *adapters, *trained)  # type: ignore[no-any-return]
+    source_NH = normed.x.contiguous() if normed is not None and passes_by else x_NH
+    if not any(t.requires_grad for t in (source_NH, weight_NK, *adapters)):  # only the base is trained
+        source_NH = source_NH.detach().requires_grad_()
+    norm = [normed.weight_N] if normed is not None and passes_by else []
+    kept, (index_NK, source_NH, weight_NK, *others) = keep(index_NK, source_NH, weight_NK, *adapters, *norm)
+    adapters = others[: len(adapters)]
+    x_NH = x_NH.detach()
+    return _Experts.apply(layer, kept, present, hold, index_NK, x_NH, source_NH, weight_NK, *adapters, *trained)  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """Grouped GEMMs over rows sorted by expert, by torch's kernel or by ours.
 
-Shape suffixes: M rows, E experts, I inputs, O outputs.
+Shape suffixes: M rows, E experts, G consecutive ones of them, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -48,6 +48,18 @@ class TritonGemm:
             return _TritonProduct.apply(x_MI, w_EIO, ends_E)  # type: ignore[no-any-return]
         return _product(x_MI, w_EIO, ends_E)
 
+    def product_of_group(
+        self,
+        x_MI: torch.Tensor,
+        w_GIO: torch.Tensor,
+        ends_E: torch.Tensor,
+        first: int,
+        out_MO: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``product`` for the rows of experts ``first`` to ``first + G`` only, written into ``out_MO``, which is made
+        where there is none. Not differentiable. ``torch._grouped_mm`` has no counterpart: it begins at row 0."""
+        return _product(x_MI, w_GIO, ends_E, first, out_MO)
+
     def reduce(
         self, x_MI: torch.Tensor, y_MO: torch.Tensor, ends_E: torch.Tensor, total_EIO: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -57,10 +69,13 @@ class TritonGemm:
         return grouped_reduce(x_MI, y_MO, ends_E, total_EIO)
 
 
-def _product(x_MI: torch.Tensor, w_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _product(
+    x_MI: torch.Tensor, w_GIO: torch.Tensor, ends_E: torch.Tensor, first: int = 0, out_MO: torch.Tensor | None = None
+) -> torch.Tensor:
     from unsloth_plugins.core.experts.triton_gemm import grouped_product
 
-    return grouped_product(x_MI, w_EIO, ends_E, torch.float32 if x_MI.dtype == torch.float16 else x_MI.dtype)
+    out_dtype = torch.float32 if x_MI.dtype == torch.float16 else x_MI.dtype
+    return grouped_product(x_MI, w_GIO, ends_E, out_dtype, first=first, out_MO=out_MO)
 
 
 class _TritonProduct(torch.autograd.Function):

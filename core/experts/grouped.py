@@ -24,13 +24,14 @@ def experts_grouped(
     gate_up_lora: Sequence[ExpertLora] = (),
     down_lora: Sequence[ExpertLora] = (),
     gemm: GroupedGemm = GEMMS["grouped_mm"],
+    weights_limit: int | None = None,
 ) -> torch.Tensor:
     """See ``op.experts``; J = 2 I. No atomics: each token gathers its K results and sums them in float32 or wider."""
     n_experts, top_k = gate_up_EHJ.shape[0], index_NK.shape[1]
     flat_M = index_NK.reshape(-1)
     order_M = flat_M.argsort(stable=True)
     expert_M = flat_M[order_M]
-    rows = Rows(torch.bincount(flat_M, minlength=n_experts).cumsum(0).to(torch.int32), gemm)
+    rows = Rows(torch.bincount(flat_M, minlength=n_experts).cumsum(0).to(torch.int32), gemm, weights_limit)
     sorted_MH = x_NH[order_M // top_k]
     # Biases are added in float32: their gradients are sums over tokens, which bf16 would round at every addition.
     wide = torch.promote_types(x_NH.dtype, torch.float32)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from unsloth_plugins.core.experts.gemm import GroupedGemm
+from unsloth_plugins.core.experts.gemm import GroupedGemm, TritonGemm
 from unsloth_plugins.core.mxfp4.weight import PackedWeight
 
 Weight = torch.Tensor | PackedWeight
@@ -40,10 +40,37 @@ class ExpertLora:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """How rows sorted by expert are multiplied: where those of each expert end (int32), and by which GEMM."""
+    """How rows sorted by expert are multiplied: where those of each expert end (int32), by which GEMM, and how many
+    bytes of decoded weights there may be at once."""
 
     ends_E: torch.Tensor
     gemm: GroupedGemm
+    weights_limit: int | None = None
+
+
+def group_size(n_experts: int, expert_bytes: int, limit: int) -> int:
+    """Experts to decode at a time, so that they take no more than ``limit`` bytes: at least one, in groups of about
+    one size."""
+    at_once = max(limit // expert_bytes, 1)
+    return -(-n_experts // -(-n_experts // at_once))
+
+
+def _packed_product(x_MI: torch.Tensor, weight: PackedWeight, rows: Rows, *, transposed: bool = False) -> torch.Tensor:
+    """x W, or dy W^T, with the experts decoded all at once or by groups."""
+    n_experts, inputs, outputs = weight.shape
+    if rows.weights_limit is None:
+        dense = weight.dense(x_MI.dtype)
+        return rows.gemm.product(x_MI, dense.transpose(1, 2) if transposed else dense, rows.ends_E)
+    assert isinstance(rows.gemm, TritonGemm)
+    weight, out = weight.here(), None
+    step = group_size(n_experts, inputs * outputs * x_MI.dtype.itemsize, rows.weights_limit)
+    for first in range(0, n_experts, step):
+        dense = weight.part(first, first + step).dense(x_MI.dtype)
+        part = dense.transpose(1, 2) if transposed else dense
+        out = rows.gemm.product_of_group(x_MI, part, rows.ends_E, first, out)
+        del dense, part  # the next ones get the memory
+    assert out is not None
+    return out
 
 
 class _PackedProduct(torch.autograd.Function):
@@ -54,7 +81,7 @@ class _PackedProduct(torch.autograd.Function):
         ctx.weight, ctx.expert, ctx.dtype = weight, expert, x_MI.dtype
         if isinstance(expert, int):
             return x_MI @ weight.dense(x_MI.dtype, expert)
-        return expert.gemm.product(x_MI, weight.dense(x_MI.dtype), expert.ends_E)
+        return _packed_product(x_MI, weight, expert)
 
     @staticmethod
     @once_differentiable
@@ -62,8 +89,7 @@ class _PackedProduct(torch.autograd.Function):
         dy_MO = grads[0].to(ctx.dtype).contiguous()
         if isinstance(ctx.expert, int):
             return dy_MO @ ctx.weight.dense(ctx.dtype, ctx.expert).transpose(-1, -2), None, None
-        transposed = ctx.weight.dense(ctx.dtype).transpose(-1, -2)
-        return ctx.expert.gemm.product(dy_MO, transposed, ctx.expert.ends_E).to(ctx.dtype), None, None
+        return _packed_product(dy_MO, ctx.weight, ctx.expert, transposed=True).to(ctx.dtype), None, None
 
 
 def expert_matmul(x_MI: torch.Tensor, weight: Weight, lora: Sequence[ExpertLora], expert: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ class _WideProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_NH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x_NH, weight_EH)
+        ctx.save_for_backward(x_NH if ctx.needs_input_grad[1] else None, weight_EH)
         return torch.mm(x_NH, weight_EH.T, out_dtype=torch.float32)
 
     @staticmethod
@@ -83,9 +83,12 @@ def _why_no_gemm(kind: Literal["grouped_mm", "triton"], device: torch.device, dt
 
 
 def resolve_implementation(
-    choice: Choice, device: torch.device, dtype: torch.dtype
+    choice: Choice, device: torch.device, dtype: torch.dtype, *, by_groups: bool = False
 ) -> tuple[Literal["reference", "grouped_mm", "triton"], str]:
     """What ``choice`` means on this device, and why.
+
+    Args:
+        by_groups: ``auto`` takes ``triton`` before ``grouped_mm``, which can't take the experts by groups.
 
     Raises:
         UnsupportedError: a grouped GEMM was asked for that does not run here.
@@ -97,6 +100,8 @@ def resolve_implementation(
             raise UnsupportedError(expected=_NEEDS[choice], got=reason, remedy="Use experts='auto'.")
         return choice, "asked for"
     name = str(dtype).removeprefix("torch.")
+    if by_groups and _why_no_gemm("triton", device, dtype) is None:
+        return "triton", f"{name} on CUDA, a few experts at a time"
     if _why_no_gemm("grouped_mm", device, dtype) is None:
         return "grouped_mm", f"{name} on CUDA"
     if (reason := _why_no_gemm("triton", device, dtype)) is None:
@@ -119,6 +124,7 @@ def experts(
     implementation: Literal["reference", "grouped_mm", "triton"] = "reference",
     hold: bool = False,
     decoded: DecodedLayer | None = None,
+    weights_limit: int | None = None,
 ) -> torch.Tensor:
     """``sum_k weight_nk * (activation(x_n W_gate_up[e] + b) W_down[e] + b')`` with e = index_nk, differentiable in all.
 
@@ -136,13 +142,22 @@ def experts(
         hold: let the tiled form keep the first projection's output, 4 I K bytes a token, and not recompute it in
             backward. The other forms keep it in any case.
         decoded: where the tiled form may leave packed weights that it has decoded, for its next passes.
+        weights_limit: bytes. ``triton`` then decodes (or, to append an adapter, copies) the weights of so few experts
+            at a time that they take no more, or of one, and does so anew for each tile; the results are the same.
 
     Returns:
         [N, H] in the dtype of ``x_NH``. The weighted sum is float32 or wider.
 
     Raises:
         ShapeError: shapes do not fit together.
+        UnsupportedError: ``weights_limit`` for ``grouped_mm``.
     """
+    if weights_limit is not None and implementation == "grouped_mm":
+        raise UnsupportedError(
+            expected="implementation='triton' or 'reference' for weights_limit",
+            got="'grouped_mm', whose kernel can't begin in the middle of the rows",
+            remedy="Use 'triton', or leave weights_limit out.",
+        )
     n_experts, hidden, twice = gate_up_EHJ.shape
     if x_NH.ndim != 2 or x_NH.shape[1] != hidden or down_EIH.shape != (n_experts, twice // 2, hidden):
         raise ShapeError(
@@ -164,7 +179,7 @@ def experts(
         gemm = GEMMS[implementation]
         fusible = x_NH.is_cuda and can_fuse(gate_up_lora, down_lora)
         run = functools.partial(experts_fused, hold=hold, decoded=decoded) if fusible else experts_grouped
-        run = functools.partial(run, gemm=gemm)
+        run = functools.partial(run, gemm=gemm, weights_limit=weights_limit)
         if fusible and not torch.is_grad_enabled() and index_NK.numel() < n_experts:
             run = experts_few
     return run(

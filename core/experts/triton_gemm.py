@@ -1,7 +1,7 @@
 """Grouped GEMMs where ``torch._grouped_mm`` has no kernel: other GPUs than Hopper and Blackwell, fp16, fp32.
 
-Shape suffixes: M rows sorted by expert, E experts, I inputs, O outputs. Rows of expert e are ``ends[e - 1] : ends[e]``,
-int32 on the device, so nothing waits for it. Sums are float32, in a fixed order,
+Shape suffixes: M rows sorted by expert, E experts, G of them, I inputs, O outputs. Rows of expert e are
+``ends[e - 1] : ends[e]``, int32 on the device, so nothing waits for it. Sums are float32, in a fixed order,
 without atomics; float32 inputs are rounded to TF32 only where torch's switch allows it. Offsets of rows and experts are
 64 bits wide.
 """
@@ -21,6 +21,7 @@ def _product_kernel(
     w_ptr,
     ends_ptr,
     out_ptr,
+    first_expert,
     n_experts,
     inputs,
     outputs,
@@ -37,8 +38,8 @@ def _product_kernel(
     BLOCK_I: tl.constexpr,
     OUTER: tl.constexpr,
 ):
-    """out[m, o] = sum_i x[m, i] w[e(m), i, o]. One program makes a tile of rows of one expert; tiles past the last row
-    of all experts do nothing."""
+    """out[m, o] = sum_i x[m, i] w[e(m), i, o] for the rows of ``n_experts`` experts from ``first_expert`` on. One
+    program makes a tile of rows of one expert; tiles past the last row of these experts do nothing."""
     program, column_tiles = tl.program_id(0), tl.cdiv(outputs, BLOCK_O)
     first = program // (OUTER * column_tiles) * OUTER
     size = tl.minimum(row_tiles - first, OUTER)
@@ -46,8 +47,9 @@ def _product_kernel(
     tile, column_tile = first + within % size, within // size
 
     experts = tl.arange(0, E)
-    ends = tl.load(ends_ptr + experts, mask=experts < n_experts, other=0)
-    begins = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < n_experts), other=0)
+    number = first_expert + experts
+    ends = tl.load(ends_ptr + number, mask=experts < n_experts, other=0)
+    begins = tl.load(ends_ptr + number - 1, mask=(number > 0) & (experts < n_experts), other=0)
     tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
     tiles_until = tl.cumsum(tiles, 0)
     expert = tl.sum((tiles_until <= tile).to(tl.int32), 0)
@@ -138,35 +140,44 @@ def _blocks(x: torch.Tensor, *sizes: int) -> tuple[list[int], int]:
 
 
 def grouped_product(
-    x_MI: torch.Tensor, w_EIO: torch.Tensor, ends_E: torch.Tensor, out_dtype: torch.dtype
+    x_MI: torch.Tensor,
+    w_GIO: torch.Tensor,
+    ends_E: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    first: int = 0,
+    out_MO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x[m] times the matrix of its expert.
+    """x[m] times the matrix of its expert, for the rows of G experts; the other rows of the result are not touched.
 
     Args:
         x_MI: bf16, fp16 or fp32; rows may be part of wider ones.
-        w_EIO: the same dtype, any strides.
+        w_GIO: the same dtype, any strides: matrices of experts ``first`` to ``first + G``, by default of all.
         ends_E: int32, where the rows of each expert end; the last is M.
+        out_MO: contiguous, in ``out_dtype``, to be filled.
 
     Returns:
-        [M, O] in ``out_dtype``.
+        [M, O] in ``out_dtype``: ``out_MO`` where it was given. A row's bits do not depend on the grouping.
     """
-    (count, inputs), (n_experts, _, outputs) = x_MI.shape, w_EIO.shape
-    out_MO = torch.empty((count, outputs), dtype=out_dtype, device=x_MI.device)
+    (count, inputs), (n_experts, _, outputs) = x_MI.shape, w_GIO.shape
+    if out_MO is None:
+        out_MO = torch.empty((count, outputs), dtype=out_dtype, device=x_MI.device)
     if not count:
         return out_MO
-    (block_m, block_o), warps = _blocks(x_MI, triton.cdiv(count, n_experts), outputs)
+    (block_m, block_o), warps = _blocks(x_MI, triton.cdiv(count, ends_E.shape[0]), outputs)
     row_tiles = triton.cdiv(count, block_m) + n_experts - 1  # each expert may have a tile that is not full
     _product_kernel[(row_tiles * triton.cdiv(outputs, block_o),)](
         x_MI,
-        w_EIO,
+        w_GIO,
         ends_E,
         out_MO,
+        first,
         n_experts,
         inputs,
         outputs,
         row_tiles,
         x_MI.stride(0),
-        *w_EIO.stride(),
+        *w_GIO.stride(),
         out_MO.stride(0),
         PRECISION=_precision(x_MI),
         E=triton.next_power_of_2(n_experts),

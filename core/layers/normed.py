@@ -41,18 +41,34 @@ def note_normed(y: torch.Tensor, x: torch.Tensor, weight_N: torch.Tensor, rule: 
 
 
 def normed_of(y: torch.Tensor) -> Normed | None:
-    """How ``y`` came out of a norm; ``None`` when it did not, or when it or the norm's input was changed since."""
+    """How ``y``, or the tensor that it shows in another shape with the same rows, came out of a norm; ``None`` when it
+    did not, or when it or the norm's input was changed since. The norm's input is returned in the shape of ``y``."""
     note = _NOTES.get(y)
+    if note is None and (whole := _reshaped(y)) is not None:
+        note = _NOTES.get(whole)
     if note is None:
         return None
     source, weight_N, rule, versions = note
     x = source()
     if x is None or versions != (x._version, y._version):
         return None
+    if x.shape != y.shape:
+        if not x.is_contiguous():
+            return None
+        x = x.view(y.shape)
     return Normed(x, weight_N, rule)
+
+
+def _reshaped(y: torch.Tensor) -> torch.Tensor | None:
+    """What ``y`` is a view of, where it has the same rows in the same order."""
+    whole = y._base
+    if whole is None or whole.shape[-1:] != y.shape[-1:] or whole.numel() != y.numel():
+        return None
+    return whole if whole.is_contiguous() and y.is_contiguous() else None
 
 
 def may_pass_by(y: torch.Tensor, normed: Normed) -> bool:
     """Whether a function of ``y`` may send its gradient to the norm's input itself: nobody waits for that of ``y``."""
-    watched = bool(y._backward_hooks) or (y.requires_grad and y.retains_grad)
+    each = [tensor for tensor in (y, y._base) if tensor is not None]
+    watched = any(bool(tensor._backward_hooks) or (tensor.requires_grad and tensor.retains_grad) for tensor in each)
     return not watched and not normed.weight_N.requires_grad

@@ -33,9 +33,14 @@ from unsloth_plugins.core.patches import PatchSet
 
 _CHOICE = "_unsloth_experts"
 DECODED = "_unsloth_decoded"  # where the decoded weights of the layer may stay
+_BY_GROUPS = "_unsloth_by_groups"  # whether the experts are to be decoded a few at a time
 STREAM = "_unsloth_stream"  # (stream, number of the layer) where the packed bytes stay on the host
 _A_LINEAR_LAYER = nn.utils.skip_init(nn.Linear, 1, 1)  # stands for any; only its class is looked at
 PROJECTIONS = ("gate_up_proj", "down_proj")
+GROUP_BYTES = 512 << 20
+"""The most bytes of experts decoded at once, where they are by groups."""
+GROUPS_FROM = 2 << 30
+"""Layers whose experts take more bytes are decoded by groups; others once a pass instead of once a tile."""
 
 
 def _activation_of(module: Any) -> Swiglu:
@@ -63,7 +68,9 @@ def run_experts(
     if torch.is_autocast_enabled(hidden.device.type) and dtype == torch.float32:
         dtype = torch.get_autocast_dtype(hidden.device.type)
     gate_up, down = (w if isinstance(w, PackedWeight) else _by_inputs(module, w) for w in weights)
-    implementation, _ = resolve_implementation(vars(module).get(_CHOICE, "auto"), hidden.device, dtype)
+    by_groups = vars(module).get(_BY_GROUPS, False)
+    choice = vars(module).get(_CHOICE, "auto")
+    implementation, _ = resolve_implementation(choice, hidden.device, dtype, by_groups=by_groups)
     with torch.autocast(hidden.device.type, enabled=False):
         out_NH = experts(
             flat_NH.to(dtype),
@@ -79,6 +86,7 @@ def run_experts(
             implementation=implementation,
             hold=holds(),
             decoded=vars(module).get(DECODED),
+            weights_limit=GROUP_BYTES if by_groups and implementation == "triton" else None,
         )
     return out_NH.to(hidden.dtype).view_as(hidden)
 
@@ -172,9 +180,14 @@ def holding_bytes(layer_experts: nn.Module, top_k: int) -> int:
     return width * top_k * weight.shape[2 if getattr(layer_experts, "is_transposed", False) else 1]
 
 
+def decoded_bytes(layer_experts: nn.Module) -> int:
+    """What the weights of one layer take in 16 bits."""
+    return 2 * sum(getattr(layer_experts, name).numel() for name in PROJECTIONS)
+
+
 def keep_decoded(layers: Sequence[PackedExperts], patches: PatchSet) -> DecodedExperts:
     """Give each layer a place for its decoded weights, none of which is wanted yet."""
-    layer_bytes = max(2 * sum(getattr(layer, name).numel() for name in PROJECTIONS) for layer in layers)
+    layer_bytes = max(map(decoded_bytes, layers))
     decoded = DecodedExperts(layer_bytes, len(layers))
     for layer, place in zip(layers, decoded.layers, strict=True):
         patches.set(layer, DECODED, place)
@@ -297,12 +310,13 @@ def patch_mlp(mlp: nn.Module, patches: PatchSet) -> None:
     patches.set(mlp, "forward", MethodType(_mlp_forward, mlp))
 
 
-def patch_experts(layer: LayerParts, patches: PatchSet, choice: str) -> None:
+def patch_experts(layer: LayerParts, patches: PatchSet, choice: str, *, by_groups: bool) -> None:
     """Route in float32 where the router is known, and run one layer's experts through ``core.experts``."""
     assert layer.mlp is not None and layer.experts is not None
     if layer.router is not None:
         patches.set(layer.router, "forward", MethodType(_router_forward, layer.router))
     patches.set(layer.experts, _CHOICE, choice)
+    patches.set(layer.experts, _BY_GROUPS, by_groups)
     if not isinstance(layer.experts, PackedExperts):
         patches.set(layer.experts, "forward", MethodType(_experts_forward, layer.experts))
     if _is_gpt_oss(layer.experts):

@@ -12,7 +12,7 @@ from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.device import DeviceMemory
 from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.models.binding import ModelParts
-from unsloth_plugins.core.models.experts import PROJECTIONS, STREAM, PackedExperts
+from unsloth_plugins.core.models.experts import PROJECTIONS, STREAM, PackedExperts, decoded_bytes
 from unsloth_plugins.core.offload.weights import WeightStream
 from unsloth_plugins.core.patches import PatchSet
 
@@ -71,7 +71,7 @@ def choose_weights(
         return False, obstacle
     if not memory.is_known(device):
         return False, f"on {device.type} there is no device memory to spare"
-    layer_bytes = max(2 * sum(getattr(experts, name).numel() for name in PROJECTIONS) for experts in packed)
+    layer_bytes = max(map(decoded_bytes, packed))
     adapters = [p for name, p in parts.causal_lm.named_parameters() if p.requires_grad and "lora_" in name]
     need = 2 * layer_bytes + TRAINED_BYTES * sum(p.numel() for p in adapters)
     free = memory.allowed(device) - memory.allocated(device)

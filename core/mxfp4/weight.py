@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.mxfp4.codec import BLOCK, check_packed, decode
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,14 @@ class PackedWeight:
         """The bytes of some experts, [M, ...], on ``device``."""
         return PackedWeight(self.blocks_EORB[expert_M], self.scales_EOR[expert_M])
 
+    def part(self, first: int, last: int) -> PackedWeight:
+        """Experts ``first`` to ``last - 1``: views."""
+        return PackedWeight(self.blocks_EORB[first:last], self.scales_EOR[first:last])
+
+    def here(self) -> PackedWeight:
+        """All bytes on ``device``, for as long as the result is held."""
+        return self
+
     def dense(self, dtype: torch.dtype, expert: int | None = None) -> torch.Tensor:
         """Decoded weights [E, I, O], or [I, O] of one expert: a transposed view of new memory."""
         whole = self if expert is None else PackedWeight(self.blocks_EORB[expert], self.scales_EOR[expert])
@@ -67,7 +77,7 @@ class Piece(Protocol):
     def device(self) -> torch.device:
         """Where they are used."""
 
-    def read(self, use: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def read(self, use: Callable[..., Result]) -> Result:
         """``use(blocks, scales)`` on the device."""
 
     def rows(self, numbers: Sequence[int]) -> tuple[torch.Tensor, ...]:
@@ -93,6 +103,10 @@ class HostWeight(PackedWeight):
         """As of ``PackedWeight``; each expert is copied once. The host waits for ``expert_M``."""
         used_U, place_M = expert_M.unique(return_inverse=True)
         return PackedWeight(*self.piece.rows(used_U.tolist())).chosen(place_M)
+
+    def here(self) -> PackedWeight:
+        """As of ``PackedWeight``: one copy, from which parts can be decoded."""
+        return self.piece.read(PackedWeight)
 
     def dense(self, dtype: torch.dtype, expert: int | None = None) -> torch.Tensor:
         """As of ``PackedWeight``; of one expert, only its bytes are copied."""

@@ -15,15 +15,16 @@ from typing import Literal, get_args
 from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 from unsloth_plugins.core.experts.fused import TILE
-from unsloth_plugins.core.experts.matmul import RANK_STEP
+from unsloth_plugins.core.experts.matmul import RANK_STEP, group_size
 from unsloth_plugins.core.layers import tiled_mlp
+from unsloth_plugins.core.models.experts import GROUP_BYTES, GROUPS_FROM
 from unsloth_plugins.core.models.streaming import TRAINED_BYTES
 from unsloth_plugins.core.mxfp4.codec import BLOCK, BYTES
 from unsloth_plugins.core.offload.budget import MARGIN
 from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.offload.policy import Plan, choose
 from unsloth_plugins.core.planner.shape import ModelShape
-from unsloth_plugins.core.sink_attention.fa4 import GROUP_BYTES
+from unsloth_plugins.core.sink_attention.fa4 import GROUP_BYTES as FA4_GROUP_BYTES
 
 Dtype = Literal["mxfp4", "nf4", "bf16", "fp16"]
 Optimizer = Literal["adamw", "adamw_8bit", "sgd"]
@@ -185,11 +186,11 @@ def _saved_by_attention(shape: ModelShape, setup: Setup) -> int:
 
 
 def _saved_by_mlp(shape: ModelShape) -> int:
-    """Bytes a token behind attention: the residual, and of experts what they were given."""
+    """Bytes a token behind attention: the residual, and of experts how they were routed. What was normalised is made
+    again from the residual."""
     sizes = shape.hidden * (3 if shape.norms_outputs else 1)
     norms = (3 if shape.norms_outputs else 1) * FULL  # 1 / rms
     if shape.experts:
-        sizes += shape.hidden  # normalised; a dense MLP makes that again
         norms += shape.top_k * (8 + FULL)  # indices and weights of the router
     return sizes * HALF + norms
 
@@ -227,12 +228,24 @@ def _padded_rank(shape: ModelShape, setup: Setup) -> int:
     return -(-setup.lora_rank // RANK_STEP) * RANK_STEP if _adapts_experts(shape, setup) else 0
 
 
+def _by_groups(shape: ModelShape, setup: Setup) -> bool:
+    """Whether a few experts are decoded at a time, as ``apply`` decides it."""
+    weights = shape.experts * sum(inputs * outputs for inputs, outputs in shape.expert_linears()) * HALF
+    sparing = setup.config.memory_policy == "min_memory" and setup.config.experts in ("auto", "triton")
+    return sparing and weights > GROUPS_FROM
+
+
 def decoded_bytes(shape: ModelShape, setup: Setup) -> int:
-    """Weights of one layer in 16 bits for its pass, LoRA's rows included; zero where they are used as they lie."""
+    """Weights in 16 bits for the pass of one layer, LoRA's rows included; zero where they are used as they lie. By
+    groups they are those of one group, and beside them the packed bytes of the layer where they are streamed."""
     rank = _padded_rank(shape, setup)
     if shape.experts:
         if setup.dtype != "mxfp4" and not rank:
             return 0
+        if _by_groups(shape, setup):
+            each = [(inputs + rank) * outputs * HALF for inputs, outputs in shape.expert_linears()]
+            group = max(size * group_size(shape.experts, size, GROUP_BYTES) for size in each)
+            return group + (packed_bytes(shape) if _streams(setup) else 0)
         return shape.experts * sum((inputs + rank) * outputs for inputs, outputs in shape.expert_linears()) * HALF
     if setup.dtype == "nf4":
         return max(inputs * outputs for inputs, outputs in shape.linears().values()) * HALF
@@ -296,7 +309,7 @@ def _attention_backward(shape: ModelShape, setup: Setup, tokens: int) -> int:
         if _attention(shape, setup) == "triton":
             gradients -= query  # o is let go before dq is made
         else:
-            sums += min(query * FULL, GROUP_BYTES)  # flash-attn-4's, where `auto` takes it
+            sums += min(query * FULL, FA4_GROUP_BYTES)  # flash-attn-4's, where `auto` takes it
     else:  # flash attention of torch: dq summed in float32, dk and dv of every query head
         sums = query * FULL + (2 * query * HALF if shape.heads != shape.kv_heads else 0)
     return input_bytes(shape, tokens) + gradients * HALF + sums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import io
 import pickle
@@ -123,6 +124,21 @@ def test_what_another_rank_0_means_for_this_one(answer: str, wanted: str, monkey
     with pytest.raises(UnsupportedError, match=wanted):
         apply(model)
     assert _state(model) == state
+
+
+def test_min_memory_takes_experts_by_groups_where_a_layer_has_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's grouped GEMM can't begin in the middle of the rows, so ours stands in; asked for, it stays."""
+    for name, value in (("supports_grouped_mm", True), ("why_no_triton", None)):
+        monkeypatch.setattr(f"unsloth_plugins.core.experts.op.{name}", lambda *_, value=value: value)
+    model = tiny_gpt_oss()
+    few = "triton (float32 on CUDA, a few experts at a time)"
+    applied = apply(model, memory_policy="min_memory")
+    assert few not in applied.report()  # they fit at once
+    applied.undo()
+    monkeypatch.setattr(importlib.import_module("unsloth_plugins.core.apply"), "GROUPS_FROM", 1)
+    assert few in apply(model, memory_policy="min_memory").report()
+    assert "grouped_mm" in apply(model).report()
+    assert "grouped_mm (asked for)" in apply(model, memory_policy="min_memory", experts="grouped_mm").report()
 
 
 def test_min_memory_takes_our_kernels_in_place_of_sdpa_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,13 @@ from tolerances import SLACK
 from torch.utils.checkpoint import checkpoint
 
 from unsloth_plugins.core.experts import ExpertLora, fused
-from unsloth_plugins.core.experts.gemm import GEMMS
+from unsloth_plugins.core.experts.gemm import GEMMS, TritonGemm
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.projection import DecodedExperts, Projection
 from unsloth_plugins.core.experts.reference import experts_loop
 from unsloth_plugins.core.layers import GPT_OSS, Swiglu
+from unsloth_plugins.core.layers.normed import note_normed
+from unsloth_plugins.core.layers.reference import rms_norm
 from unsloth_plugins.core.mxfp4 import PackedWeight, encode
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -40,7 +42,7 @@ def test_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "23 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "28 passed" in done.stdout, done.stdout[-3000:]
 
 
 def _case(device: str, dtype: torch.dtype, tokens: int, rank: int = 8):  # type: ignore[no-untyped-def]
@@ -255,6 +257,27 @@ def test_holding_the_first_projection_changes_no_bit_and_lasts_for_two_backwards
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("kind", "path"), [("packed", "tiles"), ("dense", "tiles"), ("packed", "unfused")])
+def test_experts_by_groups_change_no_bit(device: str, kind: str, path: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Never more decoded at once than the limit: two experts of the first projection, three of the second."""
+    monkeypatch.setattr(fused, "TILE", 16)
+    packed, biases, index, leaves = _case(device, torch.float16, 20, rank=3)
+    weights = [w.dense(torch.float16).contiguous() for w in packed] if kind == "dense" else packed
+    case = (weights, biases, index, leaves)
+    run = functools.partial(experts_grouped if path == "unfused" else fused.experts_fused, gemm=GEMMS["triton"])
+    want = _run(run, case)
+    sizes: list[int] = []
+    product = TritonGemm.product_of_group
+    monkeypatch.setattr(
+        TritonGemm, "product_of_group", lambda self, x, w, *more: sizes.append(len(w)) or product(self, x, w, *more)
+    )
+    limit = 2 * (64 + 8) * 64 * 2
+    got = _run(functools.partial(run, weights_limit=limit), case)
+    assert all(map(torch.equal, want, got))
+    assert set(sizes) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_weights_that_stay_decoded_change_no_bit(device: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(fused, "TILE", 16)
     packed, biases, index, leaves = case = _case(device, torch.float16, 37)
@@ -295,6 +318,40 @@ def test_weights_that_stay_decoded_change_no_bit(device: str, monkeypatch) -> No
     assert all(map(torch.equal, alone, between()))  # another adapter was written in between
     experts.keep(0)
     assert experts.held_bytes == 0 and same() == 8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_normalised_tokens_are_not_saved(device: str, frozen: bool, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """The norm's input, which it saves anyway, stands in for them, unless the norm is trained."""
+    monkeypatch.setattr(fused, "TILE", 16)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case = _case(device, dtype, 36)
+    weight_H = torch.rand(64, device=device, dtype=dtype).requires_grad_(not frozen)
+    rule = functools.partial(rms_norm, eps=1e-6, rule="cast_first")
+    saved: dict[int, int] = {}
+
+    def region(x, *rest, noted: bool, **options):  # type: ignore[no-untyped-def]
+        hidden = x.view(2, 18, 64)
+        y = rule(hidden, weight_H)
+        if noted:
+            note_normed(y, hidden, weight_H, rule)
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+            return fused.experts_fused(y.view(-1, 64), *rest, **options)
+
+    def pack(each: torch.Tensor) -> torch.Tensor:
+        saved[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        return each
+
+    want = _run(functools.partial(region, noted=False), case)
+    before, places = sum(saved.values()), set(saved)
+    got = _run(functools.partial(region, noted=True), case)
+    x_place = case[3][0].untyped_storage().data_ptr()
+    assert x_place not in places and sum(saved.values()) == before + frozen * weight_H.untyped_storage().nbytes()
+    assert (x_place in saved) == frozen
+    for number, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        assert (ours - theirs).norm() <= (1e-6 if device == "cpu" else 1e-2) * theirs.norm(), number
 
 
 @pytest.mark.parametrize("device", DEVICES)

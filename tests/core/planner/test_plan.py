@@ -122,10 +122,17 @@ def test_nf4_weights() -> None:
 # --- measured peaks
 
 
+def save_normalised_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As layers with experts did when these rows were measured, and do where their norms are trained."""
+    saved = memory._saved_by_mlp
+    monkeypatch.setattr(memory, "_saved_by_mlp", lambda shape: saved(shape) + shape.hidden * memory.HALF)
+
+
 @pytest.mark.parametrize("impl", ["ours", "ours_triton"])
 @pytest.mark.parametrize("tokens", [2048, 8192])
-def test_measured_step_of_gpt_oss(tokens: int, impl: str) -> None:
+def test_measured_step_of_gpt_oss(tokens: int, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With flash-attn-4 a step takes more before anything is kept, so fewer experts stayed decoded than predicted."""
+    save_normalised_tokens(monkeypatch)
     shape, setup = BUILT_IN["gpt-oss-20b"], Setup("mxfp4")
     (row,) = rows_of("h200-2026-12-02-step-decoded.json", bench="step", impl=impl, ctx=tokens)
     assert row["trainable_params"] == shape.layers * memory.adapter_parameters(shape, setup)
@@ -139,8 +146,9 @@ def test_measured_step_of_gpt_oss(tokens: int, impl: str) -> None:
     ("policy", "tokens"),
     [("auto", 8192), ("auto", 16384), ("min_memory", 8192), ("min_memory", 32768), ("min_memory", 65536)],
 )
-def test_measured_steps_with_little_memory(policy: Any, tokens: int) -> None:
+def test_measured_steps_with_little_memory(policy: Any, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a cap of 15 GiB, where the experts are streamed, and with the least that is held at once."""
+    save_normalised_tokens(monkeypatch)
     (row,) = rows_of("h200-2026-12-02-memory.json", policy=policy, ctx=tokens)
     config = unsloth_plugins.UnslothConfig(memory_policy=policy)
     shape, setup = BUILT_IN["gpt-oss-20b"], Setup("mxfp4", config=config)
@@ -151,8 +159,9 @@ def test_measured_steps_with_little_memory(policy: Any, tokens: int) -> None:
 
 @pytest.mark.parametrize("policy", ["on_device", "offload_all", "auto"])
 @pytest.mark.parametrize("tokens", [2048, 8192])
-def test_measured_layers_of_gpt_oss(tokens: int, policy: str) -> None:
+def test_measured_layers_of_gpt_oss(tokens: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six layers in bf16 whose norms train; the formulas take a LoRA of rank 1 on attention in their place."""
+    save_normalised_tokens(monkeypatch)
     asked = {"impl": "checkpoint"} if policy == "on_device" else {"policy": policy}
     (row,) = rows_of("h200-2026-12-02-offload-gpt-oss.json", ctx=tokens, **asked)
     shape = replace(BUILT_IN["gpt-oss-20b"], layers=6, vocab=512)
@@ -204,6 +213,20 @@ def test_min_memory_is_planned_with_our_attention_kernels() -> None:
         config = unsloth_plugins.UnslothConfig(memory_policy="min_memory", attention=attention)  # type: ignore[arg-type]
         few, many = (predict(shape, Setup("nf4", config=config), tokens).device_bytes for tokens in (262_144, 524_288))
         assert 57_600 <= (many - few) / 262_144 < 60_000
+
+
+def test_min_memory_is_planned_with_few_of_many_experts_decoded_at_a_time() -> None:
+    shape = BUILT_IN["gpt-oss-120b"]
+    whole, groups = (
+        Setup("mxfp4", config=unsloth_plugins.UnslothConfig(memory_policy="min_memory", experts=experts))  # type: ignore[arg-type]
+        for experts in ("grouped_mm", "auto")
+    )
+    each = [(inputs + 32) * outputs * 2 for inputs, outputs in shape.expert_linears()]
+    assert memory.decoded_bytes(shape, whole) == shape.experts * sum(each)
+    assert 256 << 20 < memory.decoded_bytes(shape, groups) <= 512 << 20
+    streamed = replace(groups, config=replace(groups.config, weights="streamed"))
+    more = memory.decoded_bytes(shape, streamed) - memory.decoded_bytes(shape, groups)
+    assert more == memory.packed_bytes(shape)  # they stay there for the pass
 
 
 def test_auto_spends_what_is_left_and_no_more() -> None:
