@@ -148,6 +148,8 @@ def _code_of(module: nn.Module) -> tuple[Any, ...] | None:
 
 def are_plain_experts(module: nn.Module) -> bool:
     """Whether ``module`` runs the experts of Mixtral, Qwen-MoE and their likes: SwiGLU, no biases, all on this rank."""
+    if isinstance(module, PackedExperts):
+        return not _is_gpt_oss(module)
     return (
         _code_of(module) == _known()[0]
         and activation_name(getattr(module, "act_fn", None)) == "silu"
@@ -195,28 +197,41 @@ def keep_decoded(layers: Sequence[PackedExperts], patches: PatchSet) -> DecodedE
 
 
 class PackedExperts(nn.Module):
-    """gpt-oss's experts with packed weights: the checkpoint's tensors under the checkpoint's names, frozen.
+    """Experts with packed weights, frozen: gpt-oss's with the checkpoint's tensors under the checkpoint's names, and
+    those with Mixtral's code, which have no biases, under the same names.
 
     Shape suffixes: E experts, H hidden size, I expert size, J = 2 I, R blocks of a row, B = 16 bytes of a block.
 
     Args:
         n_experts, hidden_size, intermediate_size: E, H, I.
-        alpha, limit: of the clamped SwiGLU.
+        alpha, limit: of gpt-oss's clamped SwiGLU; without ``alpha`` it is the plain one.
+        biases: whether there are any.
+        is_transposed: whether the dense parameters are stored [expert, in, out], as gpt-oss's, or [expert, out, in].
 
     Attributes:
         gate_up_proj_blocks, gate_up_proj_scales: uint8 [E, J, R, B] and [E, J, R], over the inputs H.
         down_proj_blocks, down_proj_scales: uint8 [E, H, R, B] and [E, H, R], over the inputs I.
-        gate_up_proj_bias, down_proj_bias: [E, J] and [E, H], floating.
-        gate_up_proj, down_proj: shape, dtype and device of the dense parameters, [E, H, J] and [E, I, H].
+        gate_up_proj_bias, down_proj_bias: [E, J] and [E, H], floating, where there are biases.
+        gate_up_proj, down_proj: shape, dtype and device of the dense parameters, [E, H, J] and [E, I, H], or those
+            transposed.
     """
 
-    is_transposed = True  # stored [expert, in, out]: what PEFT asks of an experts module
-
     def __init__(
-        self, n_experts: int, hidden_size: int, intermediate_size: int, alpha: float, limit: float | None
+        self,
+        n_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        alpha: float | None = None,
+        limit: float | None = None,
+        *,
+        biases: bool = True,
+        is_transposed: bool = True,
     ) -> None:
         super().__init__()
-        self.num_experts, self.alpha, self.limit = n_experts, alpha, limit
+        self.num_experts, self.is_transposed = n_experts, is_transposed  # PEFT asks for the second
+        if alpha is not None:
+            self.alpha, self.limit = alpha, limit
+        self.register_buffer("dense_like", torch.empty(0), persistent=False)  # dtype and device of what is not packed
         for name, outputs, inputs in (
             ("gate_up_proj", 2 * intermediate_size, hidden_size),
             ("down_proj", hidden_size, intermediate_size),
@@ -225,7 +240,8 @@ class PackedExperts(nn.Module):
             for suffix, size in (("_blocks", (*shape, BYTES)), ("_scales", shape)):
                 packed = nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
                 self.register_parameter(name + suffix, packed)
-            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(n_experts, outputs)))
+            if biases:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(n_experts, outputs)))
 
     def packed(self, name: str, device: torch.device | None = None) -> PackedWeight:
         """The packed bytes of ``"gate_up_proj"`` or ``"down_proj"``.
@@ -266,9 +282,10 @@ class PackedExperts(nn.Module):
         return self._logical("down_proj")
 
     def _logical(self, name: str) -> LogicalParameter:
-        bias: torch.Tensor = getattr(self, f"{name}_bias")
+        like: torch.Tensor = self.dense_like  # type: ignore[assignment]
         experts_, outputs, rows = getattr(self, f"{name}_scales").shape
-        return LogicalParameter.of(torch.Size((experts_, rows * BLOCK, outputs)), bias.dtype, bias.device)
+        sizes = (rows * BLOCK, outputs) if self.is_transposed else (outputs, rows * BLOCK)
+        return LogicalParameter.of(torch.Size((experts_, *sizes)), like.dtype, like.device)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -66,7 +66,7 @@ def choose_weights(
     if choice != "auto":
         return choice == "streamed", "asked for"
     packed = packed_layers(parts)
-    device: torch.device = packed[0].gate_up_proj_bias.device  # type: ignore[union-attr,assignment]
+    device = packed[0].gate_up_proj.device
     if (obstacle := _obstacle(packed)) is not None:
         return False, obstacle
     if not memory.is_known(device):
@@ -109,4 +109,4 @@ def unstream_experts(experts: nn.Module) -> None:
     if stream is not None:
         for name in PROJECTIONS:
             parameters = experts.bytes_of(name)  # type: ignore[operator]
-            stream.leave((index, name), parameters, experts.gate_up_proj_bias.device)  # type: ignore[union-attr]
+            stream.leave((index, name), parameters, experts.gate_up_proj.device)  # type: ignore[union-attr,arg-type]

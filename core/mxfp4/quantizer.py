@@ -1,7 +1,8 @@
 """Packed MXFP4 as a quantization method of transformers: the bytes stay as they are, and the model can be trained.
 
 transformers' own ``mxfp4`` refuses training and unpacks to 16 bit where its optional kernels are missing. Ours is
-registered beside it as ``unsloth_mxfp4`` and writes ``mxfp4`` back when the model is saved.
+registered beside it as ``unsloth_mxfp4`` and writes ``mxfp4`` back when a gpt-oss is saved. Other mixtures of experts
+have no published packed form: theirs is saved as ``unsloth_mxfp4``, which only this module loads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from unsloth_plugins.core.errors import ModelError, UnsupportedError
-from unsloth_plugins.core.models.experts import PROJECTIONS, PackedExperts, patch_mlp
+from unsloth_plugins.core.models.experts import PROJECTIONS, PackedExperts, are_plain_experts, patch_mlp
 from unsloth_plugins.core.mxfp4.codec import BLOCK, encode
 from unsloth_plugins.core.patches import PatchSet
 
@@ -30,24 +31,29 @@ _NOT_CONVERTED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "mode
 
 @register_quantization_config(METHOD)
 class PackedMxfp4Config(QuantizationConfigMixin):
-    """What ``config.quantization_config`` becomes. It serialises as the published ``mxfp4``.
+    """What ``config.quantization_config`` becomes. It serialises as the published ``mxfp4`` for a gpt-oss.
 
     Args:
         modules_to_not_convert: carried through from the checkpoint; only experts are packed, whatever it says.
+
+    Attributes:
+        published: whether the layout is the published one.
     """
 
     def __init__(self, modules_to_not_convert: list[str] | None = None, **_: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers' own are an enum of strings
         self.modules_to_not_convert = modules_to_not_convert
+        self.published = True
 
     def to_dict(self) -> dict[str, Any]:
         """As in a published checkpoint."""
-        return {"quant_method": _PUBLISHED, "modules_to_not_convert": self.modules_to_not_convert}
+        method = _PUBLISHED if self.published else METHOD
+        return {"quant_method": method, "modules_to_not_convert": self.modules_to_not_convert}
 
 
 @register_quantizer(METHOD)
 class PackedMxfp4Quantizer(HfQuantizer):
-    """Puts ``PackedExperts`` in the place of gpt-oss's experts before the weights arrive."""
+    """Puts ``PackedExperts`` in the place of the experts before the weights arrive."""
 
     requires_calibration = False
 
@@ -55,6 +61,8 @@ class PackedMxfp4Quantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         replace_experts(model)
+        config: Any = self.quantization_config
+        config.published = _is_published(model)
         if checkpoint_files:
             check_checkpoint(model, checkpoint_files)
 
@@ -69,25 +77,36 @@ class PackedMxfp4Quantizer(HfQuantizer):
 
 
 def _experts_of(model: nn.Module) -> list[tuple[Any, Any]]:
-    """The pairs (mlp, experts) of a gpt-oss."""
+    """The pairs (mlp, experts) of a gpt-oss, or of a model with the code of Mixtral's experts."""
     pairs = []
     for module in model.modules():
-        experts = vars(module)["_modules"].get("experts")
-        if experts is not None and "router" in vars(module)["_modules"] and hasattr(experts, "gate_up_proj_bias"):
+        inner = vars(module)["_modules"]
+        experts = inner.get("experts")
+        if experts is None:
+            continue
+        if ("router" in inner and hasattr(experts, "gate_up_proj_bias")) or are_plain_experts(experts):
             pairs.append((module, experts))
     if not pairs:
         raise ModelError(
-            expected="a gpt-oss: layers with a router and fused experts",
+            expected="a gpt-oss, or a model with the code of Mixtral's experts: fused, SwiGLU, without biases",
             got=type(model).__name__,
-            remedy="Load this model without packed MXFP4.",
+            remedy="Use this model without packed MXFP4; adapters come after packing.",
         )
     return pairs
 
 
+def _is_published(model: nn.Module) -> bool:
+    """Whether the packed layout of these experts is gpt-oss's."""
+    return all(hasattr(experts, "gate_up_proj_bias") for _, experts in _experts_of(model))
+
+
 def replace_experts(model: nn.Module) -> None:
-    """Put uninitialised ``PackedExperts`` in the place of a gpt-oss's dense experts, on the same device."""
+    """Put uninitialised ``PackedExperts`` in the place of dense experts, on the same device."""
     for mlp, dense in _experts_of(model):
         n_experts, hidden_size, twice = dense.gate_up_proj.shape
+        is_transposed = getattr(dense, "is_transposed", False)
+        if not is_transposed:
+            hidden_size, twice = twice, hidden_size
         for name, size in (("hidden_size", hidden_size), ("intermediate_size", twice // 2)):
             if size % BLOCK:
                 raise ModelError(
@@ -95,10 +114,15 @@ def replace_experts(model: nn.Module) -> None:
                     got=str(size),
                     remedy="Such a model can't be packed: load it in 16 bits.",
                 )
-        with torch.device(dense.gate_up_proj_bias.device):
-            mlp.experts = PackedExperts(n_experts, hidden_size, twice // 2, dense.alpha, dense.limit)
-        mlp.experts.to(dense.gate_up_proj_bias.dtype).train(dense.training)
-        patch_mlp(mlp, PatchSet())
+        constants = (dense.alpha, dense.limit) if hasattr(dense, "alpha") else ()
+        biases = hasattr(dense, "gate_up_proj_bias")
+        with torch.device(dense.gate_up_proj.device):
+            mlp.experts = PackedExperts(
+                n_experts, hidden_size, twice // 2, *constants, biases=biases, is_transposed=is_transposed
+            )
+        mlp.experts.to(dense.gate_up_proj.dtype).train(dense.training)
+        if biases:
+            patch_mlp(mlp, PatchSet())
 
 
 def _header(path: str) -> dict[str, Any]:
@@ -163,16 +187,20 @@ def check_checkpoint(model: nn.Module, files: Iterable[str]) -> None:
 
 
 def pack_experts(model: Any) -> Any:
-    """Encode the dense experts of a gpt-oss, in place; ``save_pretrained`` then writes the published layout.
+    """Encode the dense experts of a model in place: 4.25 bits a weight.
+
+    Of a gpt-oss, ``save_pretrained`` then writes the published layout. Of other models it writes one that
+    ``load_mxfp4`` reads and that merges and exports refuse.
 
     Args:
-        model: a transformers gpt-oss with dense experts, no adapters on it.
+        model: a transformers gpt-oss, or a model with the code of Mixtral's experts (Qwen-MoE, OLMoE, DeepSeek, ...),
+            with dense experts, no adapters on it.
 
     Returns:
         ``model``. It differs from before by the rounding to MXFP4.
 
     Raises:
-        ModelError: not a gpt-oss, packed already, or with sizes that are no multiple of 32.
+        ModelError: not such a model, packed already, or with sizes that are no multiple of 32.
     """
     pairs = _experts_of(model)
     if any(not isinstance(vars(dense)["_parameters"].get("gate_up_proj"), nn.Parameter) for _, dense in pairs):
@@ -186,11 +214,17 @@ def pack_experts(model: Any) -> Any:
     for (mlp, _), dense in zip(pairs, dense_experts, strict=True):
         with torch.no_grad():
             for name in PROJECTIONS:
-                blocks, scales = encode(getattr(dense, name).transpose(-1, -2))
+                weight = getattr(dense, name)
+                blocks, scales = encode(weight.transpose(-1, -2) if mlp.experts.is_transposed else weight)
                 getattr(mlp.experts, f"{name}_blocks").copy_(blocks)
                 getattr(mlp.experts, f"{name}_scales").copy_(scales)
-                getattr(mlp.experts, f"{name}_bias").copy_(getattr(dense, f"{name}_bias"))
-    config = PackedMxfp4Config(modules_to_not_convert=list(_NOT_CONVERTED))
+                if hasattr(dense, f"{name}_bias"):
+                    getattr(mlp.experts, f"{name}_bias").copy_(getattr(dense, f"{name}_bias"))
+    published = _is_published(model)
+    config = PackedMxfp4Config(modules_to_not_convert=list(_NOT_CONVERTED) if published else None)
+    config.published = published
+    if not published:
+        model._weight_conversions = []  # by its own, transformers would split the bytes like dense experts for the file
     quantizer = PackedMxfp4Quantizer(config, pre_quantized=True)
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
     model.config.quantization_config = config

@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tolerances import SLACK
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unsloth_plugins.core.experts import ExpertLora, fused
@@ -26,6 +27,8 @@ from unsloth_plugins.core.layers import GPT_OSS, Swiglu
 from unsloth_plugins.core.layers.normed import note_normed
 from unsloth_plugins.core.layers.reference import rms_norm
 from unsloth_plugins.core.mxfp4 import PackedWeight, encode
+from unsloth_plugins.core.mxfp4.weight import HostWeight
+from unsloth_plugins.core.offload.weights import StreamedPiece, WeightStream
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_in_the_interpreter")
@@ -42,7 +45,7 @@ def test_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "28 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "29 passed" in done.stdout, done.stdout[-3000:]
 
 
 def _case(device: str, dtype: torch.dtype, tokens: int, rank: int = 8):  # type: ignore[no-untyped-def]
@@ -256,13 +259,27 @@ def test_holding_the_first_projection_changes_no_bit_and_lasts_for_two_backwards
     assert torch.equal(once, twice)
 
 
+def _streamed(stream: WeightStream, number: int, weight: PackedWeight) -> HostWeight:
+    parts = [nn.Parameter(each, requires_grad=False) for each in (weight.blocks_EORB, weight.scales_EOR)]
+    return HostWeight(*parts, StreamedPiece(stream, number, tuple(parts), weight.device))
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("kind", "path"), [("packed", "tiles"), ("dense", "tiles"), ("packed", "unfused")])
+@pytest.mark.parametrize(
+    ("kind", "path"), [("packed", "tiles"), ("streamed", "tiles"), ("dense", "tiles"), ("packed", "unfused")]
+)
 def test_experts_by_groups_change_no_bit(device: str, kind: str, path: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Never more decoded at once than the limit: two experts of the first projection, three of the second."""
     monkeypatch.setattr(fused, "TILE", 16)
     packed, biases, index, leaves = _case(device, torch.float16, 20, rank=3)
     weights = [w.dense(torch.float16).contiguous() for w in packed] if kind == "dense" else packed
+    case = (weights, biases, index, leaves)
+    reads = []
+    if kind == "streamed":
+        stream = WeightStream(everywhere=True)
+        read = stream.read
+        monkeypatch.setattr(stream, "read", lambda key, *rest: reads.append(key) or read(key, *rest))
+        weights = [_streamed(stream, number, w) for number, w in enumerate(packed)]
     case = (weights, biases, index, leaves)
     run = functools.partial(experts_grouped if path == "unfused" else fused.experts_fused, gemm=GEMMS["triton"])
     want = _run(run, case)
@@ -272,9 +289,11 @@ def test_experts_by_groups_change_no_bit(device: str, kind: str, path: str, monk
         TritonGemm, "product_of_group", lambda self, x, w, *more: sizes.append(len(w)) or product(self, x, w, *more)
     )
     limit = 2 * (64 + 8) * 64 * 2
+    reads.clear()
     got = _run(functools.partial(run, weights_limit=limit), case)
     assert all(map(torch.equal, want, got))
     assert set(sizes) == {1, 2, 3}
+    assert reads == ([0, 1, 0, 1] if kind == "streamed" else [])  # once a pass, not once a tile or group
 
 
 @pytest.mark.parametrize("device", DEVICES)
