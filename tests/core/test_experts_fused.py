@@ -299,7 +299,7 @@ def test_experts_by_groups_change_no_bit(device: str, kind: str, path: str, monk
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_that_stay_decoded_change_no_bit(device: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(fused, "TILE", 16)
-    packed, biases, index, leaves = case = _case(device, torch.float16, 37)
+    packed, biases, index, leaves = case = _case(device, torch.float16, 17)
     decodes = []
     decode = PackedWeight.decode_into
     monkeypatch.setattr(PackedWeight, "decode_into", lambda self, out: decodes.append(1) or decode(self, out))
