@@ -50,7 +50,6 @@ from unsloth_plugins.core.models.search import ModuleSearch
 from unsloth_plugins.core.models.streaming import (
     check_streamed,
     choose_weights,
-    outgrown,
     packed_layers,
     stream_experts,
     unstream_experts,
@@ -61,6 +60,7 @@ from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.offload.pairs import Pairs
 from unsloth_plugins.core.offload.weights import WeightStream
 from unsloth_plugins.core.patches import PatchSet
+from unsloth_plugins.core.planner.live import check_possible, forecast, optimizer_named, outgrown
 from unsloth_plugins.core.ranks import is_first
 
 logger = logging.getLogger("unsloth_plugins")
@@ -97,6 +97,7 @@ class Applied:
         stream: where streamed experts wait; ``None`` while all weights are resident.
         budget: under ``memory_policy="auto"``, what chooses the layers that are not checkpointed.
         tokens_seen: tokens (padding included) that went through the decoder in training mode.
+        last_tokens: of the last such forward with gradients.
     """
 
     def __init__(self, model: nn.Module, config: UnslothConfig, parts: ModelParts) -> None:
@@ -106,7 +107,7 @@ class Applied:
         self.budget = MemoryBudget() if config.memory_policy == "auto" else None
         self.stream: WeightStream | None = None
         self._pairs = Pairs() if config.checkpoint_pairs else None
-        self.tokens_seen = 0
+        self.tokens_seen = self.last_tokens = 0
         self._checkpointable = ModuleSearch(parts.causal_lm, _can_checkpoint)
         self._layers = ModuleSearch(parts.decoder, is_layer)
         self._patches = PatchSet()
@@ -139,6 +140,20 @@ class Applied:
         lines = [f"unsloth-plugins on {name} (binding: {self.parts.binding})"]
         lines += [f"  {row.feature:<{width}}  {row.state:<10}  {row.detail}" for row in self.rows]
         return "\n".join(lines)
+
+    def expect(self, tokens: int | None = None, optimizer: str = "") -> None:
+        """Predict, as a line of the report, what a step takes of a device with memory of its own.
+
+        Args:
+            tokens: of the longest batch, padding included; ``None`` where nobody knows.
+            optimizer: its name or that of its class; one that the planner does not know counts as AdamW.
+        """
+        found = forecast(self, tokens, optimizer=optimizer_named(optimizer))
+        if found is None:
+            return
+        self._note("memory", found.state, found.detail)
+        if found.fits is False:
+            _warn("Batches of that length may run out of device memory: %s", found.detail)
 
     def undo(self) -> None:
         """Restore the model: logits and gradients are bit-equal to those before ``apply``. May be called twice."""
@@ -263,10 +278,13 @@ class Applied:
         if torch.is_grad_enabled():
             self.sync_checkpointing()
             self._make_room(tokens)
+            if not self.last_tokens and tokens:
+                check_possible(self, tokens)
             if self.budget is not None:
                 if device.type == "cuda" and not any(layer.experts for layer in self.parts.layers):
                     self.budget.holding_bytes = mlp_holding_bytes(self.parts.decoder, self._layers(), device)
                 self.budget.begin(device, tokens)
+            self.last_tokens = tokens
 
     def _apply_attention(self) -> None:
         choice = self.config.attention
@@ -346,7 +364,7 @@ class Applied:
         if tokens <= self._longest or self.stream is not None or self.config.weights != "auto" or not packed:
             return
         self._longest = tokens
-        if (why := outgrown(self.parts, self.config, tokens, DeviceMemory())) is None:
+        if (why := outgrown(self, tokens, DeviceMemory())) is None:
             return
         if self.budget is not None:
             self.budget.rest()
@@ -544,6 +562,8 @@ def apply(model: nn.Module, config: UnslothConfig | None = None, **options: Any)
         ConfigError: an option does not exist or has a wrong value.
         ModelError: ``model`` is not a module, or was compiled or given Hub kernels.
         UnsupportedError: something was asked for explicitly that this model or device can't do.
+
+    The first training forward raises ``UnsupportedError`` where its batch is far from fitting on the device.
     """
     config = UnslothConfig.from_options(config, **options)
     parts = recognise(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import (
 
 from unsloth_plugins.core import Applied, applied_to
 from unsloth_plugins.core.meter import Meter
+from unsloth_plugins.core.planner.live import explain, optimizer_named
 
 
 def report_first(trainer: Trainer) -> None:
@@ -31,6 +33,37 @@ def report_first(trainer: Trainer) -> None:
     callbacks[:] = [*others[:first], *ours, *others[first:]]
 
 
+def explain_out_of_memory(trainer: Trainer) -> None:
+    """Let an out-of-memory error of a training step say what can be changed: a note on the same error.
+
+    The trainer tells callbacks nothing of errors, so it is done from outside, on this instance, once it is built.
+    """
+    step = trainer.training_step
+
+    @functools.wraps(step)
+    def explained(*args: Any, **kwargs: Any) -> torch.Tensor:
+        try:
+            return step(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            model = trainer.model
+            if model is not None and (applied := applied_to(model)) is not None:
+                explain(error, applied, optimizer=optimizer_named(_optimizer_of(trainer.args)))
+            raise
+
+    trainer.training_step = explained  # type: ignore[method-assign]
+
+
+def _optimizer_of(args: TrainingArguments) -> str:
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def _most_tokens(args: TrainingArguments) -> int | None:
+    """Of a batch, where the arguments bound it: TRL's for supervised training do."""
+    bounded = any(kind.__name__ == "SFTConfig" for kind in type(args).__mro__)
+    length = getattr(args, "max_length", None) if bounded else None
+    return None if length is None else length * args.per_device_train_batch_size
+
+
 class TrainerMetrics(TrainerCallback):
     """Adds to each training log: ``tokens_per_s`` (of this process and its training steps, padding included),
     ``peak_memory_gib`` (allocator on CUDA, process elsewhere) and ``host_gib`` (high-water mark of checkpointed
@@ -43,13 +76,14 @@ class TrainerMetrics(TrainerCallback):
 
     Args:
         quiet: print neither.
+        most_tokens: of a batch, padding included; by default the trainer's arguments are asked.
 
     Attributes:
         applied: what was done to the model that trains; found on it, where nobody has set it.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.quiet = quiet
+    def __init__(self, *, quiet: bool = False, most_tokens: int | None = None) -> None:
+        self.quiet, self._most_tokens = quiet, most_tokens
         self.applied: Applied | None = None
         self._meter: Meter | None = None
 
@@ -61,6 +95,9 @@ class TrainerMetrics(TrainerCallback):
             self.applied = applied_to(kwargs["model"])
         if self.applied is not None:
             self._meter = Meter([self.applied], args.device)
+            tokens = self._most_tokens or _most_tokens(args)
+            self.applied.sync_checkpointing()
+            self.applied.expect(tokens, _optimizer_of(args))
             self._say(state, self.applied.report())
 
     def on_train_end(

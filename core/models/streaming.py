@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.device import DeviceMemory
 from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.models.binding import ModelParts
@@ -37,7 +36,7 @@ def check_streamed(parts: ModelParts) -> None:
             got=type(parts.causal_lm).__name__,
             remedy="Load it with load_mxfp4 or pack it with pack_experts, or use weights='auto'.",
         )
-    if (obstacle := _obstacle(packed)) is not None:
+    if (obstacle := obstacle_to_streaming(packed)) is not None:
         raise UnsupportedError(
             expected="one process with whole parameters for weights='streamed'",
             got=f"{obstacle}: DDP and FSDP want all parameters on the device",
@@ -45,7 +44,7 @@ def check_streamed(parts: ModelParts) -> None:
         )
 
 
-def _obstacle(packed: list[PackedExperts]) -> str | None:
+def obstacle_to_streaming(packed: list[PackedExperts]) -> str | None:
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     if there and torch.distributed.get_world_size() > 1:
         return f"{torch.distributed.get_world_size()} processes"
@@ -67,7 +66,7 @@ def choose_weights(
         return choice == "streamed", "asked for"
     packed = packed_layers(parts)
     device = packed[0].gate_up_proj.device
-    if (obstacle := _obstacle(packed)) is not None:
+    if (obstacle := obstacle_to_streaming(packed)) is not None:
         return False, obstacle
     if not memory.is_known(device):
         return False, f"on {device.type} there is no device memory to spare"
@@ -76,21 +75,6 @@ def choose_weights(
     need = 2 * layer_bytes + TRAINED_BYTES * sum(p.numel() for p in adapters)
     free = memory.allowed(device) - memory.allocated(device)
     return free < need, f"{free / 2**30:.1f} GiB free beside the model, a step takes {need / 2**30:.1f} GiB at least"
-
-
-def outgrown(parts: ModelParts, config: UnslothConfig, tokens: int, memory: DeviceMemory) -> str | None:
-    """Why a step of that length has no room beside resident experts; ``None`` where it has, or nobody can say."""
-    from unsloth_plugins.core.planner.live import room_and_need  # the planner reads this module's constants
-
-    packed = packed_layers(parts)
-    device: torch.device = packed[0].gate_up_proj_bias.device  # type: ignore[union-attr,assignment]
-    if not memory.is_known(device) or _obstacle(packed) is not None:
-        return None
-    found = room_and_need(parts, config, tokens, memory)
-    if found is None or found[1] <= found[0]:
-        return None
-    room, need = (size / 2**30 for size in found)
-    return f"{tokens:,} tokens need up to {need:.1f} GiB, {room:.1f} GiB are free beside the model"
 
 
 def stream_experts(experts: PackedExperts, stream: WeightStream, index: int, patches: PatchSet) -> None:

@@ -151,7 +151,7 @@ def longest(shape: ModelShape, setup: Setup, usable_gib: float, host_ram_gib: fl
     return low * STEP
 
 
-def _changes(shape: ModelShape, setup: Setup) -> list[tuple[str, Setup]]:
+def changes(shape: ModelShape, setup: Setup) -> list[tuple[str, Setup]]:
     """Single changes that save memory, the cheapest first."""
     found: list[tuple[str, Setup]] = []
     small: Dtype = "mxfp4" if shape.experts else "nf4"
@@ -172,7 +172,7 @@ def _changes(shape: ModelShape, setup: Setup) -> list[tuple[str, Setup]]:
     return found
 
 
-def _remedies(
+def remedies_for(
     shape: ModelShape, setup: Setup, tokens: int, usable_gib: float, host_ram_gib: float | None
 ) -> tuple[Remedy, ...]:
     """Every single change that is enough; where none is, several together; and always a shorter context."""
@@ -184,11 +184,11 @@ def _remedies(
     def is_enough(changed: Setup) -> bool:
         return fits(shape, changed, tokens, usable_gib, host_ram_gib)
 
-    single = _changes(shape, setup)
+    single = changes(shape, setup)
     found = [remedy(name, changed) for name, changed in single if is_enough(changed)]
     if not found:
         names, together = [], setup
-        while not is_enough(together) and (left := _changes(shape, together)):
+        while not is_enough(together) and (left := changes(shape, together)):
             name, together = left[0]
             names.append(name)
         if is_enough(together):
@@ -299,7 +299,7 @@ def plan(
         device_bytes = None if usable is None else int(usable * GIB)
         need = Need.of(tokens, predict(shape, setup, tokens, device_bytes, spend=fit is True))
         if fit is False and usable is not None:
-            remedies = _remedies(shape, setup, tokens, usable, host_ram_gib)
+            remedies = remedies_for(shape, setup, tokens, usable, host_ram_gib)
     return PlanReport(
         model=shape.name,
         parameters=shape.parameters(),

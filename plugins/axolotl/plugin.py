@@ -16,7 +16,7 @@ from unsloth_plugins.axolotl.conflicts import check_config, check_packed
 from unsloth_plugins.core import apply
 from unsloth_plugins.core.export import check_model, merge_model
 from unsloth_plugins.core.mxfp4 import packed_config
-from unsloth_plugins.trainer_metrics import TrainerMetrics, report_first
+from unsloth_plugins.trainer_metrics import TrainerMetrics, explain_out_of_memory, report_first
 
 LOG = get_logger("axolotl.unsloth_plugins")  # Axolotl shows only loggers below its own
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
@@ -72,7 +72,8 @@ class UnslothPlugin(BasePlugin):
         options = cfg.unsloth or {}
         if options.get("save_merged"):
             check_model(model, options["save_merged"], dtype=options.get("merged_dtype") or "bf16")
-        return [TrainerMetrics(quiet=bool(options.get("quiet")))]
+        tokens = cfg.sequence_len * cfg.micro_batch_size if cfg.sequence_len and cfg.micro_batch_size else None
+        return [TrainerMetrics(quiet=bool(options.get("quiet")), most_tokens=tokens)]
 
     def post_train(self, cfg: Any, model: nn.Module) -> None:
         """Write the merged model to ``save_merged``, with the tokenizer that Axolotl put into ``output_dir``.
@@ -87,9 +88,10 @@ class UnslothPlugin(BasePlugin):
         LOG.info("Merged model in %s", report.output)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """The measurements reach Axolotl's integrations too."""
+        """The measurements reach Axolotl's integrations too, and out-of-memory errors say what can be changed."""
         if uses_plugin(cfg):
             report_first(trainer)
+            explain_out_of_memory(trainer)
 
 
 def _is_mxfp4(cfg: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 from unsloth_plugins.core import Applied, UnslothConfig
 from unsloth_plugins.core.errors import ConflictError
 from unsloth_plugins.core.meter import Meter
+from unsloth_plugins.core.planner.live import explain, optimizer_named
 from unsloth_plugins.lightning.models import apply_to_module, causal_lms, check_precision, report_of
 
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
@@ -47,6 +48,11 @@ class MetricsMixin:
         if not trainer.barebones:
             pl_module.log_dict(self._last, prog_bar=True, on_step=True, on_epoch=False)
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Out of device memory: a note on the error says what can be changed."""
+        for each in self.applied:
+            explain(exception, each, optimizer=optimizer_named(_optimizer_of(trainer)))
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Sum up."""
         assert self._meter is not None
@@ -69,12 +75,18 @@ class CallbackMixin(MetricsMixin):
         check_precision(trainer.precision_plugin)
         if causal_lms(pl_module):
             self._apply(pl_module)
+            if stage != "fit":
+                self._report()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Apply to models that ``setup`` or ``configure_model`` built. The optimizers exist by now."""
-        if self.applied:
-            return
-        self._apply(pl_module)
+        """Apply to models that ``setup`` or ``configure_model`` built; report. Optimizers and device are known now."""
+        if not self.applied:
+            self._apply(pl_module)
+            self._check_optimizers(trainer, pl_module)
+        expect_memory(self.applied, trainer)
+        self._report()
+
+    def _check_optimizers(self, trainer: Any, pl_module: Any) -> None:
         optimized = {id(p) for opt in trainer.optimizers for group in opt.param_groups for p in group["params"]}
         lost = [name for name, p in pl_module.named_parameters() if p.requires_grad and id(p) not in optimized]
         added = [name for name in lost if ".experts." in name and ".lora_" in name]
@@ -100,11 +112,25 @@ class CallbackMixin(MetricsMixin):
     def _apply_once(self, pl_module: nn.Module) -> None:
         if not self.applied:
             self._apply(pl_module)
+            self._report()
 
     def _apply(self, pl_module: Any) -> None:
         self.applied = apply_to_module(pl_module, self.config)
+
+    def _report(self) -> None:
         if not self.quiet:
             self._info(report_of(self.applied))
+
+
+def _optimizer_of(trainer: Any) -> str:
+    return type(trainer.optimizers[0]).__name__ if trainer.optimizers else ""
+
+
+def expect_memory(applied: tuple[Applied, ...], trainer: Any) -> None:
+    """The line of the report on memory, where one model trains: what several take together is not predicted."""
+    if len(applied) == 1 and trainer.state.fn == "fit":
+        applied[0].sync_checkpointing()
+        applied[0].expect(optimizer=_optimizer_of(trainer))
 
 
 def _check_strategy(strategy: Any) -> None:

@@ -14,7 +14,7 @@ from unsloth_plugins.core.errors import ConfigError, ModelError, UnsupportedErro
 from unsloth_plugins.core.export import MergeReport, check_whole, merge_model
 from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import add_missing_adapters
-from unsloth_plugins.lightning.callback import MetricsMixin
+from unsloth_plugins.lightning.callback import MetricsMixin, expect_memory
 from unsloth_plugins.lightning.models import (
     apply_to_module,
     causal_lms,
@@ -83,6 +83,7 @@ class StrategyMixin(_Base):
             super(self.ddp_class, self).setup(trainer)  # type: ignore[arg-type]  # Strategy's: no wrapper
         else:
             super().setup(trainer)
+        expect_memory(self.applied, trainer)
         if not self.quiet:
             self._info(report_of(self.applied))
         if trainer.state.fn == "fit":

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from axolotl_runs import PLUGIN, config, write_assets
 from conftest import tiny_gpt_oss, tiny_llama
+from peft import LoraConfig, get_peft_model
+from transformers import Trainer, TrainingArguments
 
 from unsloth_plugins.core import UnslothConfig
+from unsloth_plugins.core.device import DeviceMemory
 from unsloth_plugins.core.errors import ConflictError, UnsupportedError
 from unsloth_plugins.core.mxfp4 import pack_experts
+from unsloth_plugins.core.planner import live
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +162,56 @@ def test_a_config_without_the_plugin_is_left_alone(folder: Path) -> None:
     plugin.register(cfg)
     assert cfg == before and plugin.add_callbacks_pre_trainer(cfg, None) == []
     load(folder, plugins=None, gradient_checkpointing="offload")
+
+
+class FakeMemory(DeviceMemory):
+    """A device of 64 MiB."""
+
+    def is_known(self, device: torch.device) -> bool:
+        return True
+
+    def allowed(self, device: torch.device) -> int:
+        return 64 << 20
+
+
+def planned_trainer(folder: Path, tokens: int = 24) -> Any:
+    """A trainer with what the plugin brings, in the order of Axolotl."""
+    from unsloth_plugins.axolotl import UnslothPlugin
+
+    cfg, plugin = load(folder), UnslothPlugin()
+    model = get_peft_model(tiny_llama().bfloat16(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    plugin.post_model_load(cfg, model)
+    settings = TrainingArguments(
+        str(folder / "out"), use_cpu=True, report_to=[], max_steps=1, gradient_checkpointing=True, optim="adamw_torch"
+    )
+    rows = [dict.fromkeys(("input_ids", "labels"), torch.full((tokens,), 5))] * 8
+    trainer = Trainer(model, settings, train_dataset=rows, callbacks=plugin.add_callbacks_pre_trainer(cfg, model))
+    plugin.post_trainer_create(cfg, trainer)
+    return trainer
+
+
+def test_the_report_says_what_a_batch_takes_and_what_cannot_fit_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(live, "DeviceMemory", FakeMemory)
+    planned_trainer(folder).train()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  memory")]
+    assert "256 tokens a batch take about 0.03 of 0.06 GiB" in line  # two rows of sequence_len 128
+    with pytest.raises(UnsupportedError, match="tokens to fit in 0.06 GiB"):
+        planned_trainer(folder, 1 << 18).train()
+
+
+def test_out_of_memory_says_what_to_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, failure = planned_trainer(folder), torch.OutOfMemoryError("full")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(trainer.accelerator, "backward", fail)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.train()
+    (note,) = failure.__notes__
+    assert caught.value is failure and "192 tokens a batch" in note and "8-bit AdamW" in note
 
 
 def test_case_25_qlora_on_a_packed_base(packed: Path) -> None:

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import tiny_llama
 from test_callback import Rows, arguments, lora
 from transformers import Trainer
 from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback
 
-from unsloth_plugins.hf_trainer import UnslothCallback, report_first
+from unsloth_plugins.core.device import DeviceMemory
+from unsloth_plugins.core.errors import UnsupportedError
+from unsloth_plugins.core.planner import live
+from unsloth_plugins.hf_trainer import UnslothCallback, explain_out_of_memory, report_first
 
 MEASURED = {"tokens_per_s", "peak_memory_gib", "host_gib"}
 
@@ -52,6 +56,56 @@ def test_quiet_and_other_ranks_print_nothing(tmp_path: Path, capsys: pytest.Capt
     trainer.is_world_process_zero = lambda: False  # type: ignore[method-assign]
     trainer.train()
     assert "unsloth-plugins" not in capsys.readouterr().out
+
+
+class FakeMemory(DeviceMemory):
+    """A device of 64 MiB."""
+
+    def is_known(self, device: torch.device) -> bool:
+        return True
+
+    def allowed(self, device: torch.device) -> int:
+        return 64 << 20
+
+
+@pytest.fixture
+def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "DeviceMemory", FakeMemory)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
+def test_the_report_says_what_fits(
+    optim: str, small_device: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = arguments(tmp_path, gradient_checkpointing=True, optim=optim)
+    model = lora(tiny_llama().bfloat16())
+    Trainer(model, settings, train_dataset=Rows([24] * 16), callbacks=[UnslothCallback()]).train()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  memory")]
+    assert re.search(r"about [\d,]+ tokens a batch fit at the most", line) and "0.06 GiB" in line
+    assert ("with AdamW" in line) is (optim == "adafactor")
+
+
+def test_a_batch_that_cannot_fit_is_refused_before_its_forward(small_device: None, tmp_path: Path) -> None:
+    rows = Rows([24] * 2, width=1 << 20)
+    model = lora(tiny_llama().bfloat16())
+    settings = arguments(tmp_path, gradient_checkpointing=True)
+    trainer = Trainer(model, settings, train_dataset=rows, callbacks=[UnslothCallback(quiet=True)])
+    with pytest.raises(UnsupportedError, match="2,097,152 tokens to fit in 0.06 GiB"):
+        trainer.train()
+
+
+def test_out_of_memory_in_a_step_says_what_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _ = built(tmp_path, UnslothCallback(quiet=True))
+    explain_out_of_memory(trainer)
+    failure = torch.OutOfMemoryError("full")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(trainer.accelerator, "backward", fail)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.train()
+    assert caught.value is failure and "48 tokens a batch" in failure.__notes__[0]
 
 
 def test_report_first_reaches_the_integrations(tmp_path: Path) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import tiny_gpt_oss, tiny_llama
+import torch
+from conftest import batch_of, tiny_gpt_oss, tiny_llama
 from fitting import EXPERTS, batches, classes, lora, module_of, root_of, trainer_of
+from torch.utils.data import DataLoader
 
 from unsloth_plugins.core import UnslothConfig
+from unsloth_plugins.core.device import DeviceMemory
 from unsloth_plugins.core.errors import ConfigError, ConflictError, ModelError, UnsupportedError
+from unsloth_plugins.core.planner import live
 from unsloth_plugins.lightning import UnslothCallback
 
 pl = root_of("lightning.pytorch")
@@ -27,6 +33,57 @@ def test_the_callback_gives_the_same_curve(make, late: bool, tmp_path: Path) -> 
     assert losses[1] == pytest.approx(losses[0], abs=2e-5)
     (applied,) = callbacks[0].applied
     assert applied.store.total_bytes > 0 and trainer.progress_bar_metrics["tokens_per_s"] > 0
+
+
+class FakeMemory(DeviceMemory):
+    """A device of 64 MiB."""
+
+    def is_known(self, device: torch.device) -> bool:
+        return True
+
+    def allowed(self, device: torch.device) -> int:
+        return 64 << 20
+
+
+def checkpointed() -> torch.nn.Module:
+    model = tiny_llama().bfloat16()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return lora(model)
+
+
+def unsloth_trainer(folder: Path, way: str) -> Any:
+    options = {"strategy": "unsloth"} if way == "strategy" else {"callbacks": [UnslothCallback()]}
+    return trainer_of(pl, folder, **options)
+
+
+@pytest.mark.parametrize("way", ["strategy", "callback"])
+def test_the_report_says_what_fits_and_what_cannot_is_refused(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(live, "DeviceMemory", FakeMemory)
+    with caplog.at_level(logging.INFO):
+        unsloth_trainer(tmp_path, way).fit(module_of(pl, checkpointed), batches())
+    (report,) = {record.message for record in caplog.records if "tokens a batch fit at the most" in record.message}
+    (line,) = [line for line in report.splitlines() if line.startswith("  memory")]
+    assert "0.06 GiB" in line and "AdamW" not in line  # the optimizer is there already
+    long = DataLoader([batch_of(1, 1 << 21)], batch_size=None)
+    with pytest.raises(UnsupportedError, match="2,097,152 tokens to fit in 0.06 GiB"):
+        unsloth_trainer(tmp_path, way).fit(module_of(pl, checkpointed), long)
+
+
+@pytest.mark.parametrize("way", ["strategy", "callback"])
+def test_out_of_memory_says_what_to_change(way: str, tmp_path: Path) -> None:
+    module, failure = module_of(pl, checkpointed), torch.OutOfMemoryError("full")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise failure
+
+    module.on_after_backward = fail
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        unsloth_trainer(tmp_path, way).fit(module, batches())
+    assert caught.value is failure
+    (note,) = failure.__notes__
+    assert "48 tokens a batch" in note and "8-bit AdamW" in note and "fewer tokens a batch" in note
 
 
 def test_adapters_on_experts(tmp_path: Path) -> None:
