@@ -49,6 +49,22 @@ def test_mixed_float16_on_a_cpu_is_lightnings_bfloat16(tmp_path: Path) -> None:
     assert trainer.precision == "bf16-mixed"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_mixed_float16_agrees_with_stock_and_skips_a_step_that_overflows(tmp_path: Path) -> None:
+    options = dict(accelerator="gpu", precision="16-mixed")
+    stock, ours = (curve(lambda: lora(tiny_llama()), tmp_path, s, **options) for s in ("auto", "unsloth"))
+    assert ours == pytest.approx(stock, rel=5e-3)
+
+    module = module_of(pl, lambda: lora(tiny_llama()))
+    before = [p.detach().cpu().clone() for p in module.parameters()]
+    trainer = trainer_of(pl, tmp_path, strategy="unsloth", **(options | {"max_steps": 1}))
+    trainer.precision_plugin.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**60)
+    trainer.fit(module, batches())
+    assert trainer.precision_plugin.scaler.get_scale() == 2.0**59
+    assert all(torch.equal(p.detach().cpu(), old) for p, old in zip(module.parameters(), before, strict=True))
+
+
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_accumulation_and_clipping_agree_with_stock(algorithm: str, tmp_path: Path) -> None:
     limit = 0.05 if algorithm == "norm" else 0.001

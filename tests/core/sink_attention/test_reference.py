@@ -83,9 +83,9 @@ def test_gradients_match_finite_differences_without_a_sink():
     assert torch.autograd.gradcheck(lambda *x: sink_attention(*x, return_lse=True, block_size=3), (q, k, v))
 
 
-@pytest.mark.parametrize("length", [1, 7, 127, 128, 129])
+@pytest.mark.parametrize("length", [1, 7, 127, 128, 129, 1025])
 @pytest.mark.parametrize("options", [{}, {"window": 8}, {"window": 128}, {"softcap": 5.0}], ids=str)
-def test_agrees_with_the_dense_formulation(length, options):
+def test_case_29_any_length_agrees_with_the_dense_formulation(length, options):
     inputs = make(2, length, length, 4, 2, 16)
     o, lse = sink_attention(*inputs, block_size=64, return_lse=True, **options)
     expected_o, expected_lse = dense(*inputs, **options)
@@ -96,6 +96,21 @@ def test_agrees_with_the_dense_formulation(length, options):
     want = torch.autograd.grad((expected_o * weight_o).sum() + (expected_lse * weight_lse).sum(), inputs)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("height", [-30.0, 0.0, 30.0])
+def test_case_18_sinks_of_any_height_and_their_gradients(height, window):
+    q, k, v, _ = make(2, 21, 21, 4, 2, 16)
+    inputs = (q, k, v, torch.full((4,), height, requires_grad=True))
+    o = sink_attention(*inputs, window=window, block_size=8)
+    expected, _ = dense(*inputs, window=window)
+    torch.testing.assert_close(o, expected, atol=1e-5, rtol=1e-5)
+    weight = torch.randn(o.shape, generator=torch.Generator().manual_seed(1))
+    got, want = (torch.autograd.grad((each * weight).sum(), inputs) for each in (o, expected))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert got[3].abs().max() > 0
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 5}], ids=str)

@@ -88,7 +88,7 @@ def test_logits_and_all_gradients_equal_eager(models):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_equal_single_rows(models, side):
+def test_case_26_padded_rows_equal_single_rows(models, side):
     stock, ours = models
     rows = [tokens(1, length, seed=length) for length in (5, 13, 20)]
     input_ids = torch.zeros(3, 20, dtype=torch.long)

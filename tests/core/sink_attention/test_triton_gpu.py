@@ -93,7 +93,7 @@ def test_every_run_gives_the_same_bits_and_head_groups_change_none(window: int |
 
 
 @pytest.mark.parametrize("window", [None, 128])
-def test_memory_is_linear_in_length(window: int | None) -> None:
+def test_case_18_memory_is_linear_in_length(window: int | None) -> None:
     peaks = []
     for length in (4096, 8192):
         inputs = gpt_oss_inputs(length)
@@ -118,7 +118,7 @@ def test_packed_documents_equal_the_documents_alone() -> None:
     torch.testing.assert_close(alone, packed[:, 251:], atol=2e-2, rtol=2e-2)
 
 
-def test_twenty_lengths_compile_a_bounded_number_of_kernels() -> None:
+def test_case_23_twenty_lengths_compile_a_bounded_number_of_kernels() -> None:
     from unsloth_plugins.core.sink_attention.triton_bwd import dq_kernel, row_sums_kernel
     from unsloth_plugins.core.sink_attention.triton_dkdv import dkdv_kernel
     from unsloth_plugins.core.sink_attention.triton_fwd import forward_kernel
