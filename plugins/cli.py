@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from unsloth_plugins.core.errors import UnslothPluginsError
+from unsloth_plugins.core.errors import ExportError, UnslothPluginsError
 from unsloth_plugins.core.export.tensors import Progress as Report
 
 app = typer.Typer(
@@ -55,17 +56,28 @@ def _errors(as_json: bool) -> Iterator[None]:
     try:
         yield
     except UnslothPluginsError as error:
-        if as_json:
-            kind = type(error).__name__
-            print(json.dumps({"error": kind, "expected": error.expected, "got": error.got, "remedy": error.remedy}))
-        else:
-            _err.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-            _err.print(str(error), markup=False, highlight=False)
+        _show_error(type(error).__name__, error, as_json)
+        raise typer.Exit(1) from error
+    except OSError as error:
+        shown = ExportError(
+            expected="files that can be read, and a place where the result can be written",
+            got=str(error),
+            remedy="Check path, permissions and space. A merge that stopped goes on by the same command.",
+        )
+        _show_error(type(error).__name__, shown, as_json)
         raise typer.Exit(1) from error
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate
         logger.setLevel(level)
+
+
+def _show_error(kind: str, error: UnslothPluginsError, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"error": kind, "expected": error.expected, "got": error.got, "remedy": error.remedy}))
+    else:
+        _err.print(f"[bold red]{kind}[/]: ", end="")
+        _err.print(str(error), markup=False, highlight=False)
 
 
 @contextlib.contextmanager
@@ -83,6 +95,12 @@ def _bar(as_json: bool) -> Iterator[Report | None]:
         yield report
 
 
+def _shard_bytes(gigabytes: float) -> int:
+    if not math.isfinite(gigabytes) or gigabytes <= 0:
+        raise typer.BadParameter(f"--max-shard-gb {gigabytes}: must be a number above 0.")
+    return int(gigabytes * 1e9)
+
+
 def _adapters(given: list[str] | None) -> dict[str, float]:
     """``FOLDER`` and ``FOLDER=WEIGHT``; a folder whose own name ends like that is taken as it is."""
     out: dict[str, float] = {}
@@ -93,6 +111,8 @@ def _adapters(given: list[str] | None) -> dict[str, float]:
                 out[folder] = float(weight)
             except ValueError as error:
                 raise typer.BadParameter(f"{each!r}: the weight after = must be a number.") from error
+            if not math.isfinite(out[folder]):
+                raise typer.BadParameter(f"{each!r}: the weight after = must be finite.")
         else:
             out[each] = 1.0
     return out
@@ -235,7 +255,7 @@ def merge(
             _adapters(adapter),
             output,
             dtype=dtype,
-            max_shard_bytes=int(max_shard_gb * 1e9),
+            max_shard_bytes=_shard_bytes(max_shard_gb),
             allow_other_base=allow_other_base,
             device=device,
             progress=progress,
@@ -298,7 +318,7 @@ def export(
         if adapter_only:
             report = export_gguf_adapter(model, adapters, output, quant=quant or "f16", **options)
         else:
-            shard = None if max_shard_gb is None else int(max_shard_gb * 1e9)
+            shard = None if max_shard_gb is None else _shard_bytes(max_shard_gb)
             report = export_gguf(
                 model, output, adapter=adapters, quant=quant or "bf16", max_shard_bytes=shard, ollama=ollama, **options
             )

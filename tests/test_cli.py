@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from merge_cases import logits, reload, save_llama, save_packed, small_tokenizer, train_llama, train_packed
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from unsloth_plugins.cli import app
@@ -49,6 +50,45 @@ def test_errors_are_one_message_and_status_1(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["error"] == "ExportError"
     run("merge", base, tmp_path / "out", "-a", f"{tmp_path / 'adapter'}=much", status=2)
     run("merge", other, tmp_path / "out", "-a", tmp_path / "adapter", "--allow-other-base")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "named"),
+    [
+        ("adapter/adapter_config.json", "{", "JSON in"),
+        ("adapter/adapter_config.json", '{"peft_type": "LORA"}', "lora_alpha in"),
+        ("base/config.json", "[]", "config.json"),
+        ("base/model.safetensors.index.json", "{}", "weight_map in"),
+        ("base/model.safetensors", "\x02\0\0\0\0\0\0\0no", "JSON in"),
+        ("adapter/base_record.json", "{}", "base_fingerprint in"),
+        ("", "", "File exists"),
+    ],
+)
+def test_damaged_files_and_places_are_errors_of_ours(file: str, text: str, named: str, tmp_path: Path) -> None:
+    base, out = save_llama(tmp_path / "base"), tmp_path / "out"
+    train_llama(base, tmp_path / "adapter")
+    if file:
+        (tmp_path / file).write_bytes(text.encode())
+    else:
+        (tmp_path / "file").touch()
+        out = tmp_path / "file" / "out"
+    done = run("merge", base, out, "-a", tmp_path / "adapter", "--json", status=1)
+    report = json.loads(done.stdout)
+    assert named in report["expected"] + report["got"] and report["remedy"] and not out.exists()
+
+
+def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+    for wrong in (["-a", "adapter=nan"], ["--max-shard-gb", "nan"], ["--max-shard-gb", "0"]):
+        assert "Usage" in run("merge", tmp_path, tmp_path / "out", *wrong, status=2).output
+
+
+def test_an_adapter_beside_the_base_is_not_part_of_it(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    train_llama(base, tmp_path / "adapter")
+    for file in (tmp_path / "adapter").iterdir():
+        file.rename(base / file.name)
+    run("merge", base, tmp_path / "out", "-a", base)
+    assert not any("lora" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
 
 
 def test_export_writes_a_gguf(tmp_path: Path) -> None:

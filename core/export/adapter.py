@@ -6,7 +6,6 @@ Source: PEFT 0.20 to 0.21, ``peft.tuners.lora`` (what ``get_delta_weight`` of ea
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +17,7 @@ import torch
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.base import Base
-from unsloth_plugins.core.export.tensors import FileTensors, Info, MemoryTensors, Source
+from unsloth_plugins.core.export.tensors import FileTensors, Info, MemoryTensors, Source, read_json
 
 _PREFIX = "base_model.model."
 _LORA = re.compile(r"^(?P<stem>.*)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?P<weight>\.weight)?$")
@@ -154,8 +153,9 @@ class Adapter:
                 remedy="Give the folder that PEFT's save_pretrained or the trainer wrote.",
             )
         self.file = present[0]
-        self.config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        self.config: dict[str, Any] = read_json(path)
         check_kind(self.config, folder.name)
+        read_json(path, "lora_alpha")
         self.source: Source
         if self.file.suffix == ".safetensors":
             self.source = FileTensors([self.file])
@@ -180,7 +180,7 @@ class Adapter:
             ConfigError: two adapters, or one with a weight other than 1, want to replace a tensor.
         """
         pairs: dict[str, dict[str, str]] = {}
-        adapted = set()
+        adapted, whole = set[str](), set[str]()
         for key in self.source.infos:
             name = key.removeprefix(_PREFIX)
             match = _LORA.match(name)
@@ -191,7 +191,7 @@ class Adapter:
             elif name.endswith(_TRAINED_ROWS):
                 adapted.add(self._rows(base, key, name.removesuffix(_TRAINED_ROWS), changes))
             else:
-                self._stored(base, key, name, changes)
+                whole.add(self._stored(base, key, name, changes))
         depths: dict[str, list[int]] = {}
         for stem in pairs:
             depths.setdefault(stem.replace(".base_layer", ""), []).append(stem.count(".base_layer"))
@@ -199,7 +199,7 @@ class Adapter:
             module = stem.replace(".base_layer", "")
             adapted.add(module)
             self._pair(base, module, stem.count(".base_layer"), sorted(depths[module], reverse=True), parts, changes)
-        self._check_complete(base, adapted)
+        self._check_complete(base, adapted, whole)
 
     def _pair(
         self,
@@ -285,8 +285,8 @@ class Adapter:
         changes.setdefault(weight, Changes()).trained_rows.append(rows)
         return module
 
-    def _stored(self, base: Base, key: str, name: str, changes: dict[str, Changes]) -> None:
-        """A whole tensor: trained, or the base's own because it was resized."""
+    def _stored(self, base: Base, key: str, name: str, changes: dict[str, Changes]) -> str:
+        """A whole tensor: trained, or the base's own because it was resized. Returns its name in the base."""
         plain = name.replace(".base_layer", "")
         head = plain == base.head and base.tied
         reference = plain if plain in base.infos else (base.embedding if head else None)
@@ -308,6 +308,7 @@ class Adapter:
         else:
             self._check_replaces(key, change.trained)
             change.trained = Stored(self.source, key)
+        return plain
 
     def _check_replaces(self, key: str, already: Stored | None) -> None:
         if already is not None or self.weight != 1:
@@ -332,9 +333,17 @@ class Adapter:
             remedy=remedy,
         )
 
-    def _check_complete(self, base: Base, adapted: Collection[str]) -> None:
-        """A module that ``target_modules`` names must be in the file, or a part of the training would be lost."""
+    def _check_complete(self, base: Base, adapted: Collection[str], whole: Collection[str]) -> None:
+        """What the config says was trained must be in the file, or a part of the training would be lost."""
         config = self.config
+        names = [*base.infos, *([base.head] if base.head and base.head not in base.infos else [])]
+        for name in names:
+            if _is_saved(config.get("modules_to_save"), name.rpartition(".")[0]) and name not in whole:
+                self._lacks(name, "modules_to_save")
+        for name, info in base.infos.items():
+            wanted = len(info.shape) == 3 and _names(config.get("target_parameters"), name)
+            if wanted and name.rpartition(".")[0] not in adapted:
+                self._lacks(name, "target_parameters")
         targets = config.get("target_modules")
         if not targets or isinstance(targets, str) or config.get("layers_to_transform") is not None:
             return
@@ -343,11 +352,21 @@ class Adapter:
             if module == name or len(info.shape) != 2 or re.search(r"\.experts\.\d+\.", name) or module in adapted:
                 continue
             if _names(targets, module) and not _names(config.get("exclude_modules"), module):
-                raise ExportError(
-                    expected=f"LoRA for {module}, which target_modules of the adapter names",
-                    got=f"none in {self.file.name}",
-                    remedy="The adapter is incomplete: save it again.",
-                )
+                self._lacks(module, "target_modules")
+
+    def _lacks(self, name: str, option: str) -> None:
+        raise ExportError(
+            expected=f"training of {name}, which {option} of the adapter names",
+            got=f"none in {self.file.name}",
+            remedy="The adapter is incomplete: save it again.",
+        )
+
+
+def _is_saved(saved: Any, module: str) -> bool:
+    """Whether a module or one that it lies in is named, as PEFT compares them: by how a path ends."""
+    parts = module.split(".")
+    paths = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    return any(path.endswith(one) for path in paths for one in saved or ())
 
 
 def _names(targets: Any, module: str) -> bool:

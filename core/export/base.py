@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
-from unsloth_plugins.core.export.tensors import Info, MemoryTensors, Source, open_folder, raw_bytes
+from unsloth_plugins.core.export.tensors import Info, MemoryTensors, Source, open_folder, raw_bytes, read_json
 from unsloth_plugins.core.mxfp4.codec import BLOCK, decode
 
 PIECE_BYTES = 4 << 20  # of a piece in float32
@@ -202,6 +202,12 @@ def resolve_folder(path_or_id: str | Path) -> Path:
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
         return folder
+    if folder.is_absolute() or str(path_or_id).count("/") > 1 or str(path_or_id).startswith((".", "~")):
+        raise ExportError(
+            expected="a model folder, or a hub id such as org/name",
+            got=f"{path_or_id}, and there is no such folder",
+            remedy="Give the folder that holds config.json and the safetensors files.",
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -243,7 +249,7 @@ def open_base(folder: Path, device: str | torch.device = "cpu") -> Base:
         raise ExportError(
             expected=f"config.json in {folder}", got="none", remedy="Give the folder of a complete model."
         )
-    return Base(open_folder(folder), json.loads(path.read_text(encoding="utf-8")), device)
+    return Base(open_folder(folder), read_json(path), device)
 
 
 def check_whole(model: torch.nn.Module) -> None:

@@ -126,7 +126,7 @@ def _hidden(target: Path, resumable: bool = False) -> Iterator[Path]:
             if not resumable:
                 remove(hidden)
             yield hidden
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, OSError):  # a full disk too: what is complete need not be made again
             keep = resumable
             raise
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +20,7 @@ from unsloth_plugins.core.export.merge import Adapters, open_adapters
 from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.ollama import write_modelfile
 from unsloth_plugins.core.export.provenance import check_base
-from unsloth_plugins.core.export.tensors import Progress, raw_bytes
+from unsloth_plugins.core.export.tensors import Progress, raw_bytes, read_json
 from unsloth_plugins.core.mxfp4.codec import BLOCK, encode
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4")
@@ -128,7 +127,7 @@ def export_gguf(
 
 def _stop_ids(folder: Path, config: dict[str, Any]) -> list[int]:
     path = folder / "generation_config.json"
-    generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    generation = read_json(path) if path.is_file() else {}
     stops = generation.get("eos_token_id", config.get("eos_token_id"))
     return [stops] if isinstance(stops, int) else list(stops or ())
 

@@ -18,7 +18,7 @@ from unsloth_plugins.core.export.base import fingerprint, open_base
 from unsloth_plugins.core.export.journal import file_hash
 from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.packed import Requantised
-from unsloth_plugins.core.export.tensors import FileTensors, Output, Source
+from unsloth_plugins.core.export.tensors import FileTensors, Output, Source, read_json
 
 _log = logging.getLogger(__name__)
 MANIFEST = "export_manifest.json"
@@ -49,7 +49,7 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
     record = adapter.folder / BASE_RECORD
     named = str(adapter.config.get("base_model_name_or_path") or "")
     if record.is_file():
-        wanted = json.loads(record.read_text(encoding="utf-8"))["base_fingerprint"]
+        wanted = read_json(record, "base_fingerprint")["base_fingerprint"]
         same, how = fingerprint(source) == wanted, "by the fingerprint of its tensors"
     elif not named:
         note = f"{adapter.folder} does not name its base: not checked."

@@ -146,7 +146,7 @@ def _entries(file: Path) -> Iterator[tuple[str, Info, int]]:
         (length,) = struct.unpack("<Q", first)
         if length > file.stat().st_size - 8:
             raise _cut_off(file)
-        header = json.loads(stream.read(length))
+        header = parse_json(stream.read(length), file)
     header.pop("__metadata__", None)
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
@@ -162,6 +162,31 @@ def _entries(file: Path) -> Iterator[tuple[str, Info, int]]:
         yield name, info, 8 + length + begin
 
 
+def parse_json(text: bytes | str, file: Path, *keys: str) -> dict[str, Any]:
+    """The object that ``text`` of ``file`` is.
+
+    Raises:
+        ExportError: it is none, or one of ``keys`` is missing.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ExportError(
+            expected=f"JSON in {file}", got=str(error), remedy="The file is damaged: copy or save it again."
+        ) from error
+    missing = [key for key in keys if key not in found] if isinstance(found, dict) else ["{"]
+    if missing:
+        raise ExportError(
+            expected=f"{missing[0]} in {file}", got="none", remedy="The file is damaged: copy or save it again."
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def read_json(file: Path, *keys: str) -> dict[str, Any]:
+    """``parse_json`` of a file."""
+    return parse_json(file.read_bytes(), file, *keys)
+
+
 def open_folder(folder: Path) -> FileTensors:
     """The tensors of a model folder: by its index, or its only file.
 
@@ -170,10 +195,11 @@ def open_folder(folder: Path) -> FileTensors:
     """
     index = folder / INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [folder / name for name in names]
+        files = [folder / name for name in sorted(set(read_json(index, "weight_map")["weight_map"].values()))]
+    elif (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = [file for file in sorted(folder.glob("*.safetensors")) if not file.name.startswith("adapter_")]
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         raise ExportError(

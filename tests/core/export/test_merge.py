@@ -107,6 +107,7 @@ _EXPERTS = "base_model.model.model.layers.2.mlp.experts"
             lambda t: [t.pop(f"{_EXPERTS}.base_layer.lora_{part}.weight") for part in "AB"],
             r"layers.2.mlp.experts.lora_A.weight",
         ),
+        (lambda t: [t.pop(key) for key in list(t) if _EXPERTS in key], "layers.2.mlp.experts.*target_parameters"),
         (lambda t: t.update({_Q: t[_Q][:, :-1].clone()}), "layers.1.self_attn.q_proj"),
         (
             lambda t: t.update({f"{_EXPERTS}.lora_B.weight": t[f"{_EXPERTS}.lora_B.weight"][:, :-1].clone()}),
@@ -121,6 +122,14 @@ def test_case_4_keys_without_use_and_misfits_are_named(tmp_path: Path, change: o
     with pytest.raises(ExportError, match=named):
         merge(base, tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_case_4_a_trained_head_that_is_missing_is_named(tmp_path: Path) -> None:
+    base = save_packed(tmp_path / "base")
+    train_packed(base, tmp_path / "adapter", modules_to_save=["lm_head"])
+    _edit(tmp_path / "adapter", lambda t: [t.pop(key) for key in list(t) if "lm_head" in key])
+    with pytest.raises(ExportError, match=r"lm_head.weight.*modules_to_save"):
+        merge(base, tmp_path / "adapter", tmp_path / "out")
 
 
 def test_case_7_shards_index_names_and_config(tmp_path: Path) -> None:
