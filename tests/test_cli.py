@@ -60,7 +60,7 @@ def test_errors_are_one_message_and_status_1(tmp_path: Path) -> None:
         ("base/config.json", "[]", "config.json"),
         ("base/model.safetensors.index.json", "{}", "weight_map in"),
         ("base/model.safetensors", "\x02\0\0\0\0\0\0\0no", "JSON in"),
-        ("adapter/base_record.json", "{}", "base_fingerprint in"),
+        ("adapter/base_record.json", "{}", "base_fingerprints in"),
         ("", "", "File exists"),
     ],
 )

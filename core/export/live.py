@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from unsloth_plugins.core.errors import ConfigError
+from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.adapter import Adapter, check_kind
-from unsloth_plugins.core.export.base import base_of_model, fingerprint
+from unsloth_plugins.core.export.base import Base, base_of_model, fingerprint, open_base
 from unsloth_plugins.core.export.folder import check_new, check_space
 from unsloth_plugins.core.export.merge import SHARD_BYTES, MergeReport, check_dtype, write_merged
 from unsloth_plugins.core.export.provenance import record_base
-from unsloth_plugins.core.export.tensors import Progress
+from unsloth_plugins.core.export.tensors import Progress, Source
 
 
 def merge_model(
@@ -49,7 +49,7 @@ def merge_model(
         saved = saved if active == "default" else saved / active
         if tokenizer is not None:
             tokenizer.save_pretrained(saved)
-        record_base(saved, opened.source)
+        record_base(saved, *_forms(opened, folder))
         notes = [] if folder else ["The base has no local folder: no licence, card or tokenizer of it was copied."]
         where = {"base": name_or_path, "base_fingerprint": fingerprint(opened.source)}
         generation = getattr(model, "generation_config", None)
@@ -57,6 +57,35 @@ def merge_model(
         return write_merged(
             opened, folder, [Adapter(saved)], Path(output), dtype, max_shard_bytes, progress, where, notes, extra
         )
+
+
+def record_live_base(model: Any, adapter_folder: str | Path) -> None:
+    """``record_base`` of a live PEFT model: its weights as they are, and as the folder has them that it came from.
+
+    Raises:
+        ConfigError: see ``merge_model``.
+        UnsupportedError: see ``core.export.base.base_of_model``.
+    """
+    model, _ = _peft_model(model)
+    opened = base_of_model(model)
+    name_or_path = str(getattr(model.config, "name_or_path", "") or "")
+    record_base(adapter_folder, *_forms(opened, _folder(name_or_path, getattr(model.config, "_commit_hash", None))))
+
+
+def _forms(live: Base, folder: Path | None) -> list[Source]:
+    """The same weights in memory and on disk, where another dtype or packing gives them another fingerprint. Weights
+    that were quantised when they were loaded are not those of the folder."""
+    found: list[Source] = [live.source]
+    with contextlib.suppress(ExportError, UnsupportedError):
+        there = None if folder is None else open_base(folder)
+        if there is not None and (not _is_bnb(live.config) or _is_bnb(there.config)):
+            found.append(there.source)
+    return found
+
+
+def _is_bnb(config: dict[str, Any]) -> bool:
+    stored = config.get("quantization_config") or {}
+    return "bitsandbytes" in str(stored.get("quant_method", "")) if isinstance(stored, dict) else False
 
 
 def check_model(

@@ -25,15 +25,15 @@ MANIFEST = "export_manifest.json"
 BASE_RECORD = "base_record.json"
 
 
-def record_base(adapter_folder: str | Path, base: str | Path | Source) -> None:
+def record_base(adapter_folder: str | Path, *bases: str | Path | Source) -> None:
     """Write into an adapter folder which weights it was trained on, so that a merge can check it by content.
 
     Args:
         adapter_folder: that ``save_pretrained`` wrote.
-        base: the base model's folder, or its tensors.
+        bases: the base model's folder, or its tensors; several forms of the same weights.
     """
-    source = open_base(Path(base)).source if isinstance(base, (str, Path)) else base
-    record = {"base_fingerprint": fingerprint(source)}
+    sources = [open_base(Path(base)).source if isinstance(base, (str, Path)) else base for base in bases]
+    record = {"base_fingerprints": [fingerprint(source) for source in sources]}
     (Path(adapter_folder) / BASE_RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
@@ -49,14 +49,20 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
     record = adapter.folder / BASE_RECORD
     named = str(adapter.config.get("base_model_name_or_path") or "")
     if record.is_file():
-        wanted = read_json(record, "base_fingerprint")["base_fingerprint"]
-        same, how = fingerprint(source) == wanted, "by the fingerprint of its tensors"
+        wanted = read_json(record, "base_fingerprints")["base_fingerprints"]
+        same: bool | None = fingerprint(source) in wanted
+        how = "by the fingerprint of its tensors"
     elif not named:
         note = f"{adapter.folder} does not name its base: not checked."
         _log.warning(note)
         return note
     else:
-        same, how = _same_name(named, str(given), folder, source), f"by the name {named!r}"
+        same = _same_name(named, str(given), folder, source)
+        how = f"by the name {named!r}"
+    if same is None:
+        note = f"{adapter.folder} was trained on {named!r}; {given} agrees by its name alone: not checked."
+        _log.warning(note)
+        return note
     if same:
         return f"Base of {adapter.folder} checked {how}."
     if allow_other:
@@ -71,7 +77,8 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
     )
 
 
-def _same_name(named: str, given: str, folder: Path, source: Source) -> bool:
+def _same_name(named: str, given: str, folder: Path, source: Source) -> bool | None:
+    """``None`` where only the folder's own name agrees, which any folder may have."""
     there = Path(named).expanduser()
     if there.is_dir():
         if there.resolve() == folder.resolve():
@@ -82,7 +89,9 @@ def _same_name(named: str, given: str, folder: Path, source: Source) -> bool:
             return False
     path = folder.resolve().as_posix()
     in_cache = "/models--" + named.replace("/", "--") + "/snapshots/" in path + "/"
-    return given == named or in_cache or path.endswith("/" + named.strip("/")) or folder.name == there.name
+    if given == named or in_cache:
+        return True
+    return None if folder.name == there.name else False
 
 
 def plan_of(

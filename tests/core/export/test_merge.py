@@ -95,6 +95,20 @@ _Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 _EXPERTS = "base_model.model.model.layers.2.mlp.experts"
 
 
+def test_an_adapter_kept_by_a_live_merge_fits_its_base_on_disk(tmp_path: Path) -> None:
+    base, other = tmp_path / "base", tmp_path / "other"
+    for folder, seed in ((base, 0), (other, 1)):
+        tiny_llama(seed=seed).to(torch.bfloat16).save_pretrained(folder)
+    model = train_llama(base, tmp_path / "unused")  # loaded in float32
+    assert next(model.parameters()).dtype == torch.float32
+    merge_model(model, tmp_path / "live", dtype="fp32", adapter_output=tmp_path / "kept")
+    assert "fingerprint" in merge(base, tmp_path / "kept", tmp_path / "again", dtype="fp32").notes[0]
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("live", "again"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    with pytest.raises(ExportError, match="fingerprint"):
+        merge(other, tmp_path / "kept", tmp_path / "wrong")
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -419,7 +433,8 @@ def test_another_base_is_refused_by_name_unless_allowed(tmp_path: Path) -> None:
         config["base_model_name_or_path"] = name
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
         if fits:
-            merge(base, tmp_path / "adapter", tmp_path / "by-name")
+            report = merge(base, tmp_path / "adapter", tmp_path / "by-name")
+            assert any("not checked" in note for note in report.notes)
         else:
             with pytest.raises(ExportError, match="by the name 'org/another'"):
                 merge(base, tmp_path / "adapter", tmp_path / "none")
