@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+
 from unsloth_plugins.core.errors import ConfigError
 from unsloth_plugins.core.tokenizer.ranked import is_ranked
 
@@ -40,6 +42,7 @@ PROBES: tuple[str, ...] = (
 """Texts on which tokenizers that should be equal tend to differ: spaces, newlines, scripts, emoji, nothing at all."""
 
 _QUESTION, _ANSWER = "a question", "an answer"
+_FAILURES = (TemplateError, TypeError, ValueError)  # the last: several templates and no default among them
 CHAT = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER})
 
 
@@ -92,9 +95,16 @@ def stops_of(model_or_config: Any) -> set[int]:
 
 
 def render(tokenizer: Any, chat: Sequence[Any] = CHAT, **options: Any) -> str | None:
-    """The chat as text, or ``None`` without a template."""
+    """The chat as text, or ``None`` without a template or where the template fails or refuses the chat."""
     if not tokenizer.chat_template:
         return None
+    try:
+        return _rendered(tokenizer, chat, **options)
+    except _FAILURES:
+        return None
+
+
+def _rendered(tokenizer: Any, chat: Sequence[Any], **options: Any) -> str:
     return str(tokenizer.apply_chat_template(list(chat), tokenize=False, **options))
 
 
@@ -209,6 +219,11 @@ def _splitting(tokenizer: Any) -> list[Finding]:
 def _template(tokenizer: Any) -> list[Finding]:
     if not tokenizer.chat_template:
         return [Finding("chat-template-missing", "there is no chat template; pass one to repair_tokenizer")]
+    try:
+        _rendered(tokenizer, CHAT)
+    except _FAILURES as error:
+        message = f"the chat template cannot render a question and its answer: {type(error).__name__}: {error}"
+        return [Finding("chat-template-broken", message, "put the one that you name in its place")]
     if not isinstance(tokenizer.chat_template, str):
         return []
     if has_markers(tokenizer):

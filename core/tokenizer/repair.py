@@ -69,8 +69,8 @@ def repair_tokenizer(
         model_or_config: as for ``check_tokenizer``. Its end and padding ids follow the tokenizer's. Only a model can
             have its embedding grown.
         tokenizer: of transformers.
-        chat_template: "chatml", "harmony" (both with generation markers) or a template's text, for a tokenizer that
-            has none.
+        chat_template: "chatml", "harmony" (both with generation markers) or a template's text, for a tokenizer
+            that has none or a broken one.
         add_tokens: add the tokens of ChatML where the vocabulary lacks them, as Llama 2's and Mistral's do.
         dry_run: work on copies and change nothing. The embedding is not copied: its repairs are only named.
 
@@ -130,6 +130,7 @@ def _order(findings: list[Finding]) -> list[Finding]:
     order = [
         "unigram-of-bpe",
         "chat-template-missing",
+        "chat-template-broken",
         "generation-markers-missing",
         "special-token-splits",
         "eos-is-not-end-of-turn",
@@ -160,7 +161,7 @@ def _change(finding: Finding, model: Any, tokenizer: Any, template: str | None, 
     if finding.code == "byte-fallback":
         tokenizer.backend_tokenizer.model.byte_fallback = False
         return "byte_fallback is off"
-    if finding.code == "chat-template-missing":
+    if finding.code in ("chat-template-missing", "chat-template-broken"):
         return _new_template(tokenizer, template, add_tokens) if template else None
     if finding.code == "generation-markers-missing":
         return _markers(tokenizer)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_llama
+from jinja2 import TemplateError
 from merge_cases import small_tokenizer
 from tokenizers import processors
 from transformers import AddedToken, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
@@ -259,3 +260,37 @@ def test_tokens_of_chatml_are_added_on_request() -> None:
     labels = assistant_labels(tokenizer, [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "dog"}])
     assert [label for label in labels["labels"] if label >= 0][-1] == end
     assert repair_tokenizer(model, tokenizer, chat_template="chatml", add_tokens=True).done == []
+
+
+REFUSES_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+) + PLAIN_CHATML
+
+
+def test_a_template_that_refuses_a_system_message_is_repaired_like_others() -> None:
+    tokenizer = chat_tokenizer(chat_template=REFUSES_SYSTEM)
+    assert codes(160, tokenizer) == {"generation-markers-missing"}
+    report = repair_tokenizer(160, tokenizer)
+    assert "they cover 'an answer<|im_end|>'" in report.done[0] and report.left == []
+    with pytest.raises(TemplateError, match="System role"):
+        tokenizer.apply_chat_template([{"role": "system", "content": "a"}], tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for message in messages %}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[7].content.x }}",
+        "{{ 1 + 'a' }}",
+        {"rag": CHATML},
+    ],
+)
+def test_a_broken_template_is_a_finding(template: Any) -> None:
+    tokenizer = chat_tokenizer(chat_template=template)
+    (finding,) = check_tokenizer(160, tokenizer)
+    assert finding.code == "chat-template-broken" and "cannot render" in finding.message
+    report = repair_tokenizer(160, tokenizer)
+    assert report.done == [] and report.left == [finding] and tokenizer.chat_template == template
+    assert "chatml" in repair_tokenizer(160, tokenizer, chat_template="chatml").done[0]
+    assert tokenizer.chat_template == CHATML and check_tokenizer(160, tokenizer) == []
