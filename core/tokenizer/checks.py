@@ -42,6 +42,7 @@ PROBES: tuple[str, ...] = (
 """Texts on which tokenizers that should be equal tend to differ: spaces, newlines, scripts, emoji, nothing at all."""
 
 _QUESTION, _ANSWER = "a question", "an answer"
+_PAD_REPAIR = "use a spare token, else a new one where the embedding has a row for it or the model can grow"
 _FAILURES = (TemplateError, TypeError, ValueError)  # the last: several templates and no default among them
 CHAT = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER})
 
@@ -168,10 +169,10 @@ def _end(model_or_config: Any, tokenizer: Any) -> list[Finding]:
 
 def _pad(tokenizer: Any) -> list[Finding]:
     if tokenizer.pad_token_id is None:
-        return [Finding("pad-missing", "there is no padding token", "use a spare token")]
+        return [Finding("pad-missing", "there is no padding token", _PAD_REPAIR)]
     if tokenizer.pad_token_id == tokenizer.eos_token_id or tokenizer.pad_token == end_of_turn(tokenizer):
         message = f"padding and end are both {tokenizer.pad_token!r}: collators hide the end from training"
-        return [Finding("pad-is-eos", message, "use a spare token for padding")]
+        return [Finding("pad-is-eos", message, _PAD_REPAIR)]
     return []
 
 

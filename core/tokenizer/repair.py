@@ -182,7 +182,7 @@ def _stop_at(model: Any, number: int) -> bool:
     return bool(holders)
 
 
-def _new_pad(model: Any, tokenizer: Any) -> str:
+def _new_pad(model: Any, tokenizer: Any) -> str | None:
     rows, before = rows_of(model), tokenizer.pad_token
     vocabulary = tokenizer.get_vocab()
     text = str(tokenizer.chat_template) + "".join(render(tokenizer, chat) or "" for chat in _CHATS[:1])
@@ -193,14 +193,12 @@ def _new_pad(model: Any, tokenizer: Any) -> str:
     spare = [one for one in candidates if one not in taken and one not in text and vocabulary[one] < rows]
     how = "a spare token that was there"
     if not spare:
+        full = max(vocabulary.values()) + 1 >= rows
+        if full and not hasattr(model, "resize_token_embeddings"):
+            return None  # an id without a row would be worse
         spare = [_NEW_PAD]
         tokenizer.add_special_tokens({"pad_token": _NEW_PAD})
-        how = "a new token in an unused row of the embedding"
-        if max(tokenizer.get_vocab().values()) >= rows:
-            grown = hasattr(model, "resize_token_embeddings")
-            how = "a new token; " + (
-                resize_embeddings(model, tokenizer) or "" if grown else "grow the embedding for it"
-            )
+        how = f"a new token; {resize_embeddings(model, tokenizer)}" if full else "a new token in an unused row"
     tokenizer.pad_token = spare[0]
     for holder in (getattr(model, "config", model), getattr(model, "generation_config", None)):
         if holder is not None and hasattr(holder, "pad_token_id"):

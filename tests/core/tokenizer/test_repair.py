@@ -108,6 +108,17 @@ def test_case_6_a_spare_token_else_an_unused_row_else_growth() -> None:
     assert torch.equal(model.get_input_embeddings().weight[:size], old) and tokenizer.pad_token_id == size
 
 
+def test_case_6_no_padding_without_a_row_for_it() -> None:
+    """A folder's model cannot grow: an id beyond its embedding would be worse than the fault."""
+    tokenizer = _without_spare(reserved=False)
+    before = _state(tokenizer)
+    report = repair_tokenizer(len(tokenizer), tokenizer)
+    assert report.done == [] and _state(tokenizer) == before
+    assert {finding.code for finding in report.left} == {"pad-is-eos", "chat-template-missing"}
+    repair_tokenizer(len(tokenizer) + 1, tokenizer)
+    assert tokenizer.pad_token_id == len(tokenizer) - 1 and tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
 def test_case_11_resizing_never_cuts() -> None:
     tokenizer = small_tokenizer(size=149)
     assert len(tokenizer) == 150
