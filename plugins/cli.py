@@ -336,7 +336,7 @@ def tokenizer(
         Path | None, typer.Option(help="Write the repaired tokenizer and configs to this new folder.")
     ] = None,
     chat_template: Annotated[
-        str | None, typer.Option(help="For a tokenizer without one: chatml, harmony, or the template's text.")
+        str | None, typer.Option(help="For a tokenizer without one: chatml, harmony, or a Jinja file.")
     ] = None,
     add_tokens: Annotated[
         bool, typer.Option("--add-tokens", help="With --chat-template chatml: add its tokens where they are missing.")
@@ -346,7 +346,7 @@ def tokenizer(
 ) -> None:
     """Find faults that ruin a fine-tune silently: padding that hides the end, wrong end tokens, double BOS, and more.
 
-    Without `--repair` nothing is written. The exit status is 1 while faults are left.
+    Without `--repair` nothing is written. The exit status is 1 while faults are left; cautions are no faults.
 
     **Examples**
 
@@ -362,12 +362,14 @@ def tokenizer(
         raise typer.BadParameter("--chat-template needs --repair or --dry-run.")
     if add_tokens and chat_template != "chatml":
         raise typer.BadParameter("--add-tokens needs --chat-template chatml.")
+    chat_template = _template(chat_template)
     with _errors(as_json):
         if repair or dry_run:
             report = repair_folder(model, repair, chat_template=chat_template, add_tokens=add_tokens, dry_run=dry_run)
             done, left = report.done, report.left
         else:
             done, left = [], check_folder(model)
+    faults = [finding for finding in left if not finding.caution]
     if as_json:
         _print_json({"done": done, "left": [asdict(finding) for finding in left]})
     else:
@@ -375,11 +377,24 @@ def tokenizer(
         for entry in done:
             print(f"{verb}  {entry}")
         for finding in left:
-            print(f"found  {finding.code}: {finding.message}" + (f" [repair: {finding.repair}]" * bool(finding.repair)))
-        if not done and not left:
+            kind = "caution" if finding.caution else "found"
+            print(f"{kind}  {finding.code}: {finding.message}" + f" [repair: {finding.repair}]" * bool(finding.repair))
+        if not done and not faults:
             print("no faults found")
-    if left or (done and dry_run):
+    if faults or (done and dry_run):
         raise typer.Exit(1)
+
+
+def _template(given: str | None) -> str | None:
+    """A file's text; a known name and a template's text are left as they are."""
+    from unsloth_plugins.core.tokenizer.templates import KNOWN
+
+    if given is None or given in KNOWN or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8") if Path(given).is_file() else given
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--chat-template {given}: {error}") from error
 
 
 @app.command("show-mask")

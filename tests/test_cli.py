@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from merge_cases import logits, reload, save_llama, save_packed, small_tokenizer, train_llama, train_packed
 from safetensors.torch import load_file
+from tokenizers import processors
 from typer.testing import CliRunner
 
 from unsloth_plugins.cli import app
 from unsloth_plugins.core import doctor
+from unsloth_plugins.core.tokenizer.templates import CHATML
 
 
 def run(*arguments: object, status: int = 0) -> Any:
@@ -126,6 +128,13 @@ def test_tokenizer_checks_and_repairs(tmp_path: Path) -> None:
     stops = json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
     assert stops == [broken.convert_tokens_to_ids("<|im_end|>"), 1]
     assert "no faults found" in run("tokenizer", tmp_path / "out").stdout
+    assert "--chat-template" in run("tokenizer", base, status=1).stdout
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ bos_token }}" + CHATML)
+    run("tokenizer", base, "--repair", tmp_path / "filed", "--chat-template", file)
+    assert (tmp_path / "filed" / "chat_template.jinja").read_text() == file.read_text()
+    file.write_bytes(b"\xff{{")
+    run("tokenizer", base, "--dry-run", "--chat-template", file, status=2)
     run("tokenizer", base, "--chat-template", "chatml", status=2)
     run("tokenizer", base, "--dry-run", "--add-tokens", status=2)
 
@@ -168,3 +177,15 @@ def test_doctor_fails_when_something_is_broken(state: Any, status: int, monkeypa
     monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("[a] thing", state, "detail", "gain")])
     assert "[a] thing" in run("doctor", status=status).stdout
     assert json.loads(run("doctor", "--json", status=status).stdout)[0]["state"] == state
+
+
+def test_cautions_about_a_healthy_tokenizer_are_no_faults(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", eos_token_id=1)
+    tokenizer = small_tokenizer()
+    tokenizer.chat_template = "{{ bos_token }}" + CHATML.replace("<|im_end|>", "</s>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(base)
+    done = run("tokenizer", base)
+    assert "caution  double-bos-in-chats" in done.stdout and "no faults found" in done.stdout

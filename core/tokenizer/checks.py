@@ -6,7 +6,6 @@ A model is asked only for the number of rows of its embedding and for the ids at
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from unsloth_plugins.core.errors import ConfigError
+from unsloth_plugins.core.tokenizer.labels import assistant_labels
 from unsloth_plugins.core.tokenizer.ranked import is_ranked
+from unsloth_plugins.core.tokenizer.templates import has_markers, with_markers
 
 PROBES: tuple[str, ...] = (
     "",
@@ -45,23 +46,30 @@ _QUESTION, _ANSWER = "a question", "an answer"
 _PAD_REPAIR = "use a spare token, else a new one where the embedding has a row for it or the model can grow"
 _FAILURES = (TemplateError, TypeError, ValueError)  # the last: several templates and no default among them
 CHAT = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER})
+_CHATS = (
+    CHAT,
+    (*CHAT, *CHAT),
+    ({"role": "system", "content": "be brief"}, *CHAT, {"role": "user", "content": "  more? "}),
+)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault.
+    """One fault, or a caution.
 
     Attributes:
         code: a short fixed name, such as "pad-is-eos".
         message: what was found and what it does to training or use.
         repair: what ``repair_tokenizer`` does about it, or ``None`` where that is up to the user.
         token: the one that it is about, where it is about one.
+        caution: nothing is wrong with the tokenizer, but there is a way of using it that is.
     """
 
     code: str
     message: str
     repair: str | None = None
     token: str | None = None
+    caution: bool = False
 
 
 def rows_of(model_or_config: Any) -> int:
@@ -120,9 +128,26 @@ def end_of_turn(tokenizer: Any) -> str | None:
     return max(fitting, key=len) if fitting else None
 
 
-def has_markers(tokenizer: Any) -> bool:
-    """Whether the chat template says which parts the assistant generates."""
-    return re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
+def marked_template(tokenizer: Any) -> tuple[str, str] | None:
+    """The chat template with markers, if it renders every probe chat as before and marks the answer and its end.
+
+    Returns:
+        The template and what it marks of the probe chat, or ``None`` where there is no such template.
+    """
+    marked = with_markers(tokenizer.chat_template)
+    if marked is None:
+        return None
+    for chat in _CHATS:
+        for prompt in (False, True):
+            wanted = render(tokenizer, chat, add_generation_prompt=prompt)
+            if render(tokenizer, chat, add_generation_prompt=prompt, chat_template=marked) != wanted:
+                return None
+    try:
+        labels = assistant_labels(tokenizer, CHAT, chat_template=marked)["labels"]
+    except ConfigError:
+        return None  # the markers are in a part that this chat does not reach
+    answer = tokenizer.decode([label for label in labels if label >= 0])
+    return (marked, answer) if answer.startswith(_ANSWER + (end_of_turn(tokenizer) or "")) else None
 
 
 def check_tokenizer(model_or_config: Any, tokenizer: Any) -> list[Finding]:
@@ -192,7 +217,7 @@ def _bos(model_or_config: Any, tokenizer: Any) -> list[Finding]:
             "the chat template writes BOS and the tokenizer adds another: encode rendered chats with "
             "add_special_tokens=False, or let apply_chat_template encode them"
         )
-        return [Finding("double-bos-in-chats", message)]
+        return [Finding("double-bos-in-chats", message, caution=True)]
     return []
 
 
@@ -219,18 +244,23 @@ def _splitting(tokenizer: Any) -> list[Finding]:
 
 def _template(tokenizer: Any) -> list[Finding]:
     if not tokenizer.chat_template:
-        return [Finding("chat-template-missing", "there is no chat template; pass one to repair_tokenizer")]
+        return [
+            Finding("chat-template-missing", "there is no chat template", "set the one that you name (--chat-template)")
+        ]
     try:
         _rendered(tokenizer, CHAT)
     except _FAILURES as error:
         message = f"the chat template cannot render a question and its answer: {type(error).__name__}: {error}"
-        return [Finding("chat-template-broken", message, "put the one that you name in its place")]
+        return [Finding("chat-template-broken", message, "put the one that you name (--chat-template) in its place")]
     if not isinstance(tokenizer.chat_template, str):
         return []
     if has_markers(tokenizer):
         return []
     message = "the chat template has no {% generation %} markers: the mask of assistant tokens is empty"
-    return [Finding("generation-markers-missing", message, "add them where the rendered text stays equal")]
+    if marked_template(tokenizer) is None:
+        message += "; they cannot be added to this one: for a loss on answers alone, mark a template by hand"
+        return [Finding("generation-markers-missing", message, caution=True)]
+    return [Finding("generation-markers-missing", message, "add them; the rendered text stays equal")]
 
 
 def untrained_ids(model_or_config: Any, tokenizer: Any) -> list[int]:

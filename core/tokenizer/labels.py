@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unsloth_plugins.core.errors import ConfigError
-from unsloth_plugins.core.tokenizer.checks import has_markers
+from unsloth_plugins.core.tokenizer.templates import has_markers
 
 IGNORED = -100
 

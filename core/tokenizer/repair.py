@@ -16,28 +16,22 @@ from tokenizers.processors import TemplateProcessing
 
 from unsloth_plugins.core.errors import ConfigError
 from unsloth_plugins.core.tokenizer.checks import (
-    CHAT,
     Finding,
     check_tokenizer,
     end_of_turn,
+    marked_template,
     render,
     rows_of,
     untrained_ids,
 )
-from unsloth_plugins.core.tokenizer.labels import assistant_labels
 from unsloth_plugins.core.tokenizer.pairs import set_added_tokens
 from unsloth_plugins.core.tokenizer.ranked import to_bpe
-from unsloth_plugins.core.tokenizer.templates import KNOWN, with_markers
+from unsloth_plugins.core.tokenizer.templates import KNOWN
 
 _log = logging.getLogger(__name__)
 _PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>", "<|vision_pad|>", "<|endoftext|>")
 _SPARE = re.compile(r"reserved|unused|<SPECIAL_\d+>|extra_id|dummy|placeholder", re.IGNORECASE)
 _NEW_PAD = "<|pad|>"
-_CHATS = (
-    CHAT,
-    (*CHAT, *CHAT),
-    ({"role": "system", "content": "be brief"}, *CHAT, {"role": "user", "content": "  more? "}),
-)
 
 
 @dataclass
@@ -185,7 +179,7 @@ def _stop_at(model: Any, number: int) -> bool:
 def _new_pad(model: Any, tokenizer: Any) -> str | None:
     rows, before = rows_of(model), tokenizer.pad_token
     vocabulary = tokenizer.get_vocab()
-    text = str(tokenizer.chat_template) + "".join(render(tokenizer, chat) or "" for chat in _CHATS[:1])
+    text = str(tokenizer.chat_template) + (render(tokenizer) or "")
     taken = {tokenizer.eos_token, tokenizer.bos_token, end_of_turn(tokenizer)}
     special = [token.content for _, token in sorted(tokenizer.added_tokens_decoder.items())]
     candidates = [token for token in _PADS if token in vocabulary]
@@ -244,7 +238,8 @@ def _new_template(tokenizer: Any, template: str, add_tokens: bool) -> str:
         raise ConfigError(
             expected=f"a chat template whose tokens the vocabulary has: {', '.join(KNOWN)}, or a template's text",
             got=f"{template!r}" + (f", without {', '.join(missing)} in the vocabulary" if missing else ""),
-            remedy="Choose the template that the model was made for, or add ChatML's tokens (--add-tokens).",
+            remedy="Choose the template that the model was made for, as a name or a file (--chat-template), "
+            "or add ChatML's tokens (--add-tokens).",
         )
     tokenizer.add_tokens(added, special_tokens=True)
     tokenizer.chat_template = text
@@ -253,26 +248,10 @@ def _new_template(tokenizer: Any, template: str, add_tokens: bool) -> str:
 
 
 def _markers(tokenizer: Any) -> str | None:
-    """Keep a template with markers only if it renders every probe chat as before and marks the answer."""
-    marked = with_markers(tokenizer.chat_template)
-    if marked is None:
+    found = marked_template(tokenizer)
+    if found is None:
         return None
-    trial = copy.deepcopy(tokenizer)
-    trial.chat_template = marked
-    for chat in _CHATS:
-        for prompt in (False, True):
-            if render(trial, chat, add_generation_prompt=prompt) != render(
-                tokenizer, chat, add_generation_prompt=prompt
-            ):
-                return None
-    try:
-        labels = assistant_labels(trial, CHAT)["labels"]
-    except ConfigError:
-        return None  # the markers are in a part that this chat does not reach
-    answer = trial.decode([label for label in labels if label >= 0])
-    if not answer.startswith(CHAT[1]["content"] + (end_of_turn(trial) or "")):
-        return None  # the end of an answer must be learnt too
-    tokenizer.chat_template = marked
+    tokenizer.chat_template, answer = found
     return f"generation markers added; of the probe chat they cover {answer!r}"
 
 

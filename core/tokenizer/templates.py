@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 CHATML = (
     "{% for message in messages %}"
@@ -36,7 +37,8 @@ HARMONY = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
-"""gpt-oss without tools. The last answer keeps its ``thinking`` in the analysis channel and ends with <|return|>;
+"""gpt-oss without tools, and without OpenAI's lines on the knowledge cutoff and the current date, so that a text does
+not change with the day. The last answer keeps its ``thinking`` in the analysis channel and ends with <|return|>;
 earlier ones show what the model sees of them later: the final channel, ended by <|end|>."""
 
 KNOWN = {"chatml": (CHATML, ("<|im_start|>", "<|im_end|>")), "harmony": (HARMONY, ("<|start|>", "<|channel|>"))}
@@ -45,6 +47,11 @@ KNOWN = {"chatml": (CHATML, ("<|im_start|>", "<|im_end|>")), "harmony": (HARMONY
 _OUTPUT = re.compile(r"\{\{(-?)(.*?)(-?)\}\}", re.DOTALL)
 _CONTENT = re.compile(r"message(\[['\"]content['\"]\]|\.content)\b|message\[['\"]content['\"]\]")
 _ROLE = re.compile(r"message(\[['\"]role['\"]\]|\.role\b)")
+
+
+def has_markers(tokenizer: Any) -> bool:
+    """Whether the chat template says which parts the assistant generates."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
 
 
 def with_markers(template: str) -> str | None:

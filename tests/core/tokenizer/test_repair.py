@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from transformers import AddedToken, DataCollatorForLanguageModeling, PreTrained
 
 from unsloth_plugins.core.errors import ConfigError
 from unsloth_plugins.core.tokenizer import assistant_labels, check_tokenizer, repair_tokenizer, resize_embeddings
-from unsloth_plugins.core.tokenizer.templates import CHATML, with_markers
+from unsloth_plugins.core.tokenizer.templates import CHATML, HARMONY, with_markers
 
+README = Path(__file__).parents[3] / "core" / "tokenizer" / "README.md"
 PLAIN_CHATML = (
     "{% for message in messages %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
@@ -195,6 +197,7 @@ def test_double_bos() -> None:
     tokenizer.chat_template = "{{ bos_token }}" + CHATML
     report = repair_tokenizer(160, tokenizer)
     assert report.done == [] and [finding.code for finding in report.left] == ["double-bos-in-chats"]
+    assert report.left[0].caution
 
 
 def test_wrong_flags_are_set_right() -> None:
@@ -305,3 +308,16 @@ def test_a_broken_template_is_a_finding(template: Any) -> None:
     assert report.done == [] and report.left == [finding] and tokenizer.chat_template == template
     assert "chatml" in repair_tokenizer(160, tokenizer, chat_template="chatml").done[0]
     assert tokenizer.chat_template == CHATML and check_tokenizer(160, tokenizer) == []
+
+
+def test_a_template_that_cannot_be_marked_is_a_caution() -> None:
+    tokenizer = chat_tokenizer(chat_template=PLAIN_CHATML.replace(" + '<|im_end|>'", "}}{{ '<|im_end|>'"))
+    (finding,) = check_tokenizer(160, tokenizer)
+    assert finding.caution and finding.repair is None and "cannot be added to this one" in finding.message
+    (finding,) = check_tokenizer(160, chat_tokenizer(chat_template=PLAIN_CHATML))
+    assert not finding.caution and finding.repair
+
+
+def test_harmony_does_not_change_with_the_day() -> None:
+    text = chat_tokenizer(chat_template=HARMONY).apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert "date" not in text and "cutoff" not in text and "leaves out" in README.read_text()
