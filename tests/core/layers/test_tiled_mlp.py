@@ -359,4 +359,5 @@ def test_case_47_nothing_piles_up() -> None:
     for _ in range(6):
         loss_and_grads(model, **batch_of(2, 9))
         counts.append((alive(), len(normed._NOTES)))
-    assert counts[-1] == counts[2] and counts[-1][1] == 0
+    # no more: what other tests left may be collected meanwhile
+    assert counts[-1][0] <= counts[2][0] and counts[-1][1] == 0
