@@ -18,7 +18,7 @@ from unsloth_plugins.core.export.gguf_layout import Piece, add_metadata, archite
 from unsloth_plugins.core.export.gguf_vocab import add_vocabulary, load_tokenizer
 from unsloth_plugins.core.export.merge import Adapters, open_adapters
 from unsloth_plugins.core.export.merged import Merged
-from unsloth_plugins.core.export.ollama import write_modelfile
+from unsloth_plugins.core.export.ollama import sampling_of, write_modelfile
 from unsloth_plugins.core.export.provenance import check_base
 from unsloth_plugins.core.export.tensors import Progress, raw_bytes, read_json
 from unsloth_plugins.core.mxfp4.codec import BLOCK, encode
@@ -89,7 +89,8 @@ def export_gguf(
             always float32.
         max_shard_bytes: cut into files of at most so many bytes of tensors, called ``NAME-00001-of-00003.gguf`` and so
             on; a larger tensor gets a file of its own. ``None`` is one file.
-        ollama: write a ``Modelfile`` beside it; if the chat template can't be taken over, a note says so.
+        ollama: write a ``Modelfile`` beside it, with the sampling of the generation config; if the chat template can't
+            be taken over, a note says so. Goes without ``max_shard_bytes``.
         allow_other_base: merge although the adapter names another base.
         progress: called with bytes done, bytes in all, and the tensor's name.
 
@@ -101,6 +102,12 @@ def export_gguf(
     """
     check_type(quant)
     check_package()
+    if ollama and max_shard_bytes is not None:
+        raise ConfigError(
+            expected="one GGUF file for ollama, which imports no split ones",
+            got="a Modelfile and a largest size together",
+            remedy="Leave out --max-shard-gb (max_shard_bytes), or --ollama.",
+        )
     output, folder = Path(output), resolve_folder(model)
     base = open_base(folder)
     arch = architecture_of(base.config)
@@ -119,15 +126,16 @@ def export_gguf(
     report = _write(merged, new_writer(arch, max_shard_bytes), output, tokenizer, quant, notes, progress)
     if ollama:
         try:
-            report.modelfile = write_modelfile(report.output, tokenizer, stop_ids=_stop_ids(folder, base.config))
+            path = folder / "generation_config.json"
+            generation = read_json(path) if path.is_file() else {}
+            options = {"stop_ids": _stop_ids(generation, base.config), "sampling": sampling_of(generation)}
+            report.modelfile = write_modelfile(report.output, tokenizer, **options)
         except UnsupportedError as error:
             notes.append(f"No Modelfile: {error}")
     return report
 
 
-def _stop_ids(folder: Path, config: dict[str, Any]) -> list[int]:
-    path = folder / "generation_config.json"
-    generation = read_json(path) if path.is_file() else {}
+def _stop_ids(generation: dict[str, Any], config: dict[str, Any]) -> list[int]:
     stops = generation.get("eos_token_id", config.get("eos_token_id"))
     return [stops] if isinstance(stops, int) else list(stops or ())
 

@@ -7,7 +7,7 @@ Llama 3, Mistral, Gemma, harmony, ...). The result counts only if it gives the s
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from typing import Any
 from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.export.folder import appearing_file
 
+_SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p")} | {
+    "repetition_penalty": "repeat_penalty"
+}
 _SYSTEM, _USER, _ANSWER, _NEXT = "SYSTEM.TEXT", "FIRST.QUESTION", "FIRST.ANSWER", "SECOND.QUESTION"
 
 
@@ -128,6 +131,9 @@ def turns_of(tokenizer: Any) -> Turns:
         note = "The chat template refuses system messages: the Modelfile puts them before the first question."
     else:
         raise _not_turns("one that leaves out the system message")
+    if "strftime_now" in str(tokenizer.chat_template):
+        today = "The chat template writes the date of the day: the Modelfile keeps that of the export."
+        note = today if note is None else f"{note} {today}"
     turns = Turns(start, *system, place, to_answer, to_question, opened, note)
     for questions in (("a",), ("a", "b", "c"), ("a", "b", "c\nd", "e", "f")):
         for lead in ([], [{"role": "system", "content": "Be brief."}]):
@@ -160,7 +166,21 @@ def stop_tokens(tokenizer: Any, stop_ids: Sequence[int] = ()) -> list[str]:
     return list(dict.fromkeys(token for token in [tokenizer.eos_token, *after, *by_model] if token))
 
 
-def modelfile(gguf_name: str, tokenizer: Any, *, stop_ids: Sequence[int] = (), context: int | None = None) -> str:
+def sampling_of(generation: Mapping[str, Any]) -> dict[str, float]:
+    """What a generation config says of sampling, by Ollama's names; nothing where it switches sampling off."""
+    if generation.get("do_sample") is False:
+        return {}
+    return {ours: generation[name] for name, ours in _SAMPLING.items() if generation.get(name) is not None}
+
+
+def modelfile(
+    gguf_name: str,
+    tokenizer: Any,
+    *,
+    stop_ids: Sequence[int] = (),
+    context: int | None = None,
+    sampling: Mapping[str, float] | None = None,
+) -> str:
     """The text of a Modelfile.
 
     Args:
@@ -168,6 +188,7 @@ def modelfile(gguf_name: str, tokenizer: Any, *, stop_ids: Sequence[int] = (), c
         tokenizer: with a chat template.
         stop_ids: at which the model stops, by its generation config.
         context: tokens of context that Ollama shall reserve; its own default otherwise.
+        sampling: further parameters, by Ollama's names.
 
     Raises:
         UnsupportedError: see ``turns_of``.
@@ -175,20 +196,21 @@ def modelfile(gguf_name: str, tokenizer: Any, *, stop_ids: Sequence[int] = (), c
     turns = turns_of(tokenizer)
     lines = [f"FROM ./{gguf_name}", f'TEMPLATE """{turns.go_template()}"""']
     lines += [f"PARAMETER stop {json.dumps(token, ensure_ascii=False)}" for token in stop_tokens(tokenizer, stop_ids)]
+    lines += [f"PARAMETER {name} {value}" for name, value in (sampling or {}).items()]
     if context:
         lines.append(f"PARAMETER num_ctx {context}")
     head = [f"# {turns.note}"] if turns.note else []
     return "\n".join([*head, *lines]) + "\n"
 
 
-def write_modelfile(gguf: Path, tokenizer: Any, *, stop_ids: Sequence[int] = (), context: int | None = None) -> Path:
-    """Write ``Modelfile`` beside a GGUF.
+def write_modelfile(gguf: Path, tokenizer: Any, **options: Any) -> Path:
+    """Write ``Modelfile`` beside a GGUF; ``options`` as of ``modelfile``.
 
     Raises:
         UnsupportedError: see ``turns_of``. The GGUF stays.
         ExportError: there is a Modelfile already.
     """
-    text = modelfile(gguf.name, tokenizer, stop_ids=stop_ids, context=context)
+    text = modelfile(gguf.name, tokenizer, **options)
     target = gguf.parent / "Modelfile"
     with appearing_file(target) as hidden:
         hidden.write_text(text, encoding="utf-8")

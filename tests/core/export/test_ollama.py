@@ -15,9 +15,9 @@ import pytest
 from merge_cases import save_llama, small_tokenizer
 from tokenizers import processors
 
-from unsloth_plugins.core.errors import UnsupportedError
+from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 from unsloth_plugins.core.export import export_gguf
-from unsloth_plugins.core.export.ollama import modelfile, stop_tokens, turns_of, write_modelfile
+from unsloth_plugins.core.export.ollama import modelfile, sampling_of, stop_tokens, turns_of, write_modelfile
 from unsloth_plugins.core.tokenizer.templates import CHATML, HARMONY
 
 GO_PROGRAM = shutil.which("go", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -154,3 +154,26 @@ def test_case_12_modelfile_beside_the_gguf(tmp_path: Path) -> None:
     assert report.modelfile == tmp_path / "Modelfile"
     lines = report.modelfile.read_text().splitlines()
     assert lines[0] == "FROM ./m.gguf" and 'PARAMETER stop "<|im_end|>"' in lines and 'PARAMETER stop "</s>"' in lines
+
+
+def test_the_modelfile_has_the_models_own_sampling_and_says_what_it_freezes(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    tokenizer = _tokenizer("chatml")
+    tokenizer.chat_template = "{% set today = strftime_now('%Y') %}" + tokenizer.chat_template
+    tokenizer.save_pretrained(base)
+    generation = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}
+    (base / "generation_config.json").write_text(json.dumps(generation))
+    report = export_gguf(base, tmp_path / "m.gguf", ollama=True)
+    assert report.modelfile is not None
+    text = report.modelfile.read_text()
+    for line in ("temperature 0.6", "top_p 0.9", "top_k 40", "repeat_penalty 1.1"):
+        assert f"PARAMETER {line}\n" in text
+    assert "date" in text.splitlines()[0]
+    assert sampling_of(generation | {"do_sample": False}) == {}
+
+
+def test_ollama_reads_one_file_only(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    with pytest.raises(ConfigError, match="split"):
+        export_gguf(base, tmp_path / "m.gguf", ollama=True, max_shard_bytes=10_000)
+    assert not list(tmp_path.glob("m*.gguf"))
