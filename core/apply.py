@@ -331,7 +331,8 @@ class Applied:
         for layer in layers:
             patch_experts(layer, self._patches, choice, by_groups=by_groups)
         routed = all(layer.router is not None for layer in layers)
-        if self.budget is not None and resolved != "reference" and routed and len(layers) == len(self.parts.layers):
+        fusible = choice != "reference" and routed and len(layers) == len(self.parts.layers)
+        if self.budget is not None and fusible:  # it acts on CUDA only, where the model may go after this
             self.budget.holding_bytes = max(
                 holding_bytes(layer.experts, layer.router.top_k)  # type: ignore[arg-type,union-attr]
                 for layer in layers
@@ -364,10 +365,11 @@ class Applied:
         if tokens <= self._longest or self.stream is not None or self.config.weights != "auto" or not packed:
             return
         self._longest = tokens
+        if self.budget is not None:
+            self.budget.rest()  # decoded weights are no reason to stream: a longer step drops them anyway
         if (why := outgrown(self, tokens, DeviceMemory())) is None:
             return
         if self.budget is not None:
-            self.budget.rest()
             self.budget.decoded = None
         self._stream(packed, why)
         _warn("Packed experts go to host memory: %s.", why)

@@ -45,6 +45,7 @@ def check_streamed(parts: ModelParts) -> None:
 
 
 def obstacle_to_streaming(packed: list[PackedExperts]) -> str | None:
+    """What makes streaming impossible, or ``None``."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     if there and torch.distributed.get_world_size() > 1:
         return f"{torch.distributed.get_world_size()} processes"

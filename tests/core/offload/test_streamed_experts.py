@@ -225,6 +225,26 @@ def test_auto_streams_before_a_step_that_is_too_long(copies: SimulatedCopies, mo
     assert all(p.device.type == "cpu" for p in _bytes(model).values())
 
 
+def test_decoded_weights_that_would_be_dropped_are_no_reason_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _with_adapters(gradient_checkpointing=True)
+    applied = applied_to(model)
+    assert applied is not None and applied.budget is not None and applied.budget.holding_bytes > 0
+    taken = 10**8
+    free = next(n for n in range(0, 10**9, 10**4) if outgrown(applied, 64, _Card(taken + n, taken)) is None)  # type: ignore[arg-type]
+    card = _Card(taken + free, taken + free)  # all that is free is in decoded weights
+
+    class Decoded:
+        held_bytes = layer_bytes = free
+
+        def keep(self, count: int) -> None:
+            card.bytes = taken + free, taken + min(count, 1) * free
+
+    applied.budget.decoded, applied._longest = Decoded(), 0
+    monkeypatch.setattr(sys.modules[apply.__module__], "DeviceMemory", lambda: card)
+    loss_and_grads(model, **batch_of(1, 64))
+    assert applied.stream is None and card.bytes == (taken + free, taken)
+
+
 @pytest.mark.parametrize("change", ["full", "no checkpoints"])
 def test_nobody_guesses_for_what_the_formulas_do_not_describe(change: str) -> None:
     model = _with_adapters(gradient_checkpointing=change != "no checkpoints")
