@@ -44,7 +44,7 @@ class _WideProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_NE: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x_NH, weight_EH = ctx.saved_tensors
-        dx_NH = (dy_NE @ weight_EH.float()).to(x_NH.dtype) if ctx.needs_input_grad[0] else None
+        dx_NH = (dy_NE @ weight_EH.float()).to(weight_EH.dtype) if ctx.needs_input_grad[0] else None
         dw_EH = (dy_NE.T @ x_NH.float()).to(weight_EH.dtype) if ctx.needs_input_grad[1] else None
         return dx_NH, dw_EH
 

@@ -87,7 +87,8 @@ class Origin:
 
     Args:
         function: the layer.
-        args: its arguments; the tensors among them pass through ``pack``, in order, and nothing else.
+        args: its arguments; the tensors among them pass through ``pack``, in order. torch before 2.13 saves an empty
+            tensor of its own besides.
         store: where they wait.
         random: whether the run's random states are to be kept.
     """
@@ -96,23 +97,26 @@ class Origin:
         self._function, self._store = function, store
         self._args = tuple(None if isinstance(each, torch.Tensor) else each for each in args)
         self._places = [place for place, each in enumerate(args) if isinstance(each, torch.Tensor)]
+        self._keys = [_key(args[place]) for place in self._places]
         self._inputs: list[_Input] = []
         self._surroundings = Surroundings(args, random)
         self.storage: object = None  # of the output, weakly
 
-    def pack(self, tensor: torch.Tensor) -> _Input:
-        """The hook for the layer's arguments."""
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The hook for the layer's arguments; what is none of them goes to the store."""
+        here = len(self._inputs)
+        if here == len(self._keys) or _key(tensor) != self._keys[here]:
+            return self._store.pack(tensor)
         self._inputs.append(_Input(self._store, tensor))
         return self._inputs[-1]
 
-    @staticmethod
-    def unpack(packed: _Input) -> torch.Tensor:
+    def unpack(self, packed: Any) -> torch.Tensor:
         """The inverse of ``pack``."""
-        return packed.second()
+        return packed.second() if isinstance(packed, _Input) else self._store.unpack(packed)
 
     def compute(self) -> torch.Tensor:
         """The output, from another run that saves nothing."""
-        assert len(self._inputs) == len(self._places), "the checkpoint saved something beside its arguments"
+        assert len(self._inputs) == len(self._places), "the checkpoint did not save all of its arguments"
         args = list(self._args)
         for place, each in zip(self._places, self._inputs, strict=True):
             args[place] = each.first()

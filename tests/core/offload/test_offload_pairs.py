@@ -66,6 +66,15 @@ def test_dropout_and_autocast_are_the_same_in_all_three_runs() -> None:
     assert equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
+def test_what_the_checkpoint_saves_beside_its_arguments_goes_to_the_store() -> None:
+    """torch 2.11 saves an empty tensor before them."""
+    store, x = HostStore(True, min_bytes=0), torch.ones(3, requires_grad=True)
+    origin = Origin(lambda x: 2 * x, (x,), store, random=False)
+    packed = [origin.pack(each) for each in (torch.empty(0, requires_grad=True), x, torch.zeros(2))]
+    assert torch.equal(origin.compute(), 2 * x)
+    assert [origin.unpack(each).tolist() for each in packed] == [[], [1.0, 1.0, 1.0], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize("between", [lambda y: y * 1.5, lambda y: y.mul_(1.5)])
 def test_a_hidden_state_that_is_not_what_the_layer_gave_is_kept_as_usual(between: Any) -> None:
     torch.manual_seed(0)
