@@ -8,6 +8,7 @@ so that the trainer's own work counts.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -46,10 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Clock:
-    """Times of the ends of steps; memory since the end of the warm-up."""
+    """Times of the ends of steps; memory since the end of the warm-up.
+
+    Axolotl starts new high-water marks whenever it logs, so each step's are looked at when it ends.
+    """
 
     def __init__(self, warm_up: int) -> None:
         self.warm_up, self.times = warm_up, list[float]()
+        self.memory: dict[str, float] = {}
 
     def step_is_over(self) -> None:
         """Called by each trainer, after its optimizer's step."""
@@ -58,7 +63,11 @@ class Clock:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.times.append(time.perf_counter())
-        if len(self.times) == self.warm_up:
+        if len(self.times) > self.warm_up:
+            now = _memory()
+            self.memory = {key: max(value, self.memory.get(key, 0.0)) for key, value in now.items()}
+        elif len(self.times) == self.warm_up:
+            gc.collect()
             _reset_memory()
             self.times[-1] = time.perf_counter()
 
@@ -136,6 +145,7 @@ def _hf(options: dict[str, Any], clock: Clock) -> tuple[Any, float]:
             logging_steps=1,
             save_strategy="no",
             report_to=[],
+            dataloader_num_workers=1,
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
         )
@@ -189,7 +199,7 @@ def _lightning(options: dict[str, Any], clock: Clock) -> tuple[Any, float]:
             default_root_dir=folder,
             callbacks=[Ticks()],
         )
-        trainer.fit(module, DataLoader([_row(options)] * options["steps"], batch_size=1))  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader([_row(options)] * options["steps"], batch_size=1, num_workers=1))  # type: ignore[arg-type]
     return module.model, module.last
 
 
@@ -232,6 +242,7 @@ def _axolotl(options: dict[str, Any], clock: Clock) -> tuple[Any, float]:
             "gradient_checkpointing": True,
             "logging_steps": 1,
             "save_strategy": "no",
+            "dataloader_num_workers": 1,
             **({"unsloth": policy} if policy else {}),
         }
         (folder / "config.yml").write_text(yaml.safe_dump(settings))
@@ -262,9 +273,11 @@ def _child(options: dict[str, Any]) -> dict[str, Any]:
     seconds = statistics.median(clock.seconds())
     applied = applied_to(model)
     assert applied is not None
+    print(applied.report(), file=sys.stderr, flush=True)
     return {
-        **_memory(),
+        **clock.memory,
         "step_s": round(seconds, 4),
+        "steps_s": [round(each, 4) for each in clock.seconds()],
         "tok_s": round(options["ctx"] / seconds, 1),
         "loss": loss,
         "trainable_params": sum(p.numel() for p in model.parameters() if p.requires_grad),
