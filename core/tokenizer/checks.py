@@ -14,33 +14,9 @@ from jinja2 import TemplateError
 
 from unsloth_plugins.core.errors import ConfigError
 from unsloth_plugins.core.tokenizer.labels import assistant_labels
+from unsloth_plugins.core.tokenizer.pairs import choose_tokenizer
 from unsloth_plugins.core.tokenizer.ranked import is_ranked
 from unsloth_plugins.core.tokenizer.templates import has_markers, with_markers
-
-PROBES: tuple[str, ...] = (
-    "",
-    " ",
-    "  ",
-    "   leading",
-    "trailing   ",
-    "a  b   c    d",
-    "\n",
-    "\n\n\n",
-    " \n \n",
-    "line\nline\r\nline\ttab",
-    "It's we'll I'D",
-    "1234567 3.14 1,000",
-    "def f(x):\n    return x ** 2\n",
-    "你好，世界",
-    "日本語のテキスト",
-    "안녕하세요",
-    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈",
-    "naïve café Ελληνικά русский עברית العربية",
-    "e\u0301 \u00a0 \u200b \ufeff",
-    "!!!???...",
-    "<a href='x'>&amp;</a>",
-)
-"""Texts on which tokenizers that should be equal tend to differ: spaces, newlines, scripts, emoji, nothing at all."""
 
 _QUESTION, _ANSWER = "a question", "an answer"
 _PAD_REPAIR = "use a spare token, else a new one where the embedding has a row for it or the model can grow"
@@ -150,12 +126,13 @@ def marked_template(tokenizer: Any) -> tuple[str, str] | None:
     return (marked, answer) if answer.startswith(_ANSWER + (end_of_turn(tokenizer) or "")) else None
 
 
-def check_tokenizer(model_or_config: Any, tokenizer: Any) -> list[Finding]:
+def check_tokenizer(model_or_config: Any, tokenizer: Any, slow: Any | None = None) -> list[Finding]:
     """All faults of a tokenizer for this model; nothing is changed.
 
     Args:
         model_or_config: the model, its config, or the number of rows of its embedding.
         tokenizer: of transformers.
+        slow: the one that it was made from, where there is one: both must read the probe texts alike.
 
     Returns:
         Findings, the most harmful kinds first. Empty when all is well.
@@ -163,7 +140,19 @@ def check_tokenizer(model_or_config: Any, tokenizer: Any) -> list[Finding]:
     rows = rows_of(model_or_config)
     findings = [*_outside(rows, tokenizer), *_end(model_or_config, tokenizer), *_pad(tokenizer)]
     findings += [*_bos(model_or_config, tokenizer), *_splitting(tokenizer), *_template(tokenizer)]
+    findings += _pair(slow, tokenizer) if slow is not None else []
     return [*findings, *_untrained(model_or_config, tokenizer)]
+
+
+def _pair(slow: Any, fast: Any) -> list[Finding]:
+    choice = choose_tokenizer(slow, fast)
+    if not choice.failing:
+        return []
+    message = f"the slow tokenizer reads {len(choice.failing)} probe texts otherwise, such as {choice.failing[0]!r}"
+    if choice.tokenizer is not slow:
+        return [Finding("slow-fast-differ", message, f"take {choice.how}")]
+    message += "; no fast one equals it: train and serve with the same of the two"
+    return [Finding("slow-fast-differ", message, caution=True)]
 
 
 def _outside(rows: int, tokenizer: Any) -> list[Finding]:

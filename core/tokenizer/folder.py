@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,14 @@ from unsloth_plugins.core.export.gguf_vocab import load_tokenizer
 from unsloth_plugins.core.tokenizer.checks import Finding, check_tokenizer
 from unsloth_plugins.core.tokenizer.repair import RepairReport, repair_tokenizer
 
+_log = logging.getLogger(__name__)
 
-def _load(model: str | Path) -> tuple[Any, Any]:
-    """What stands for the model (rows of the embedding by the weights' headers where they are there), and tokenizer."""
+
+def _load(model: str | Path) -> tuple[Any, Any, Any]:
+    """What stands for the model (rows of the embedding by the weights' headers where they are there), and tokenizers.
+
+    The last is the slow one of a SentencePiece model beside tokenizer.json, or ``None``.
+    """
     from transformers import AutoConfig, GenerationConfig
 
     folder = resolve_folder(model)
@@ -27,7 +33,19 @@ def _load(model: str | Path) -> tuple[Any, Any]:
         rows = base.infos[base.embedding].shape[0] if base.embedding else rows
     generation = GenerationConfig.from_pretrained(folder) if has_generation else None
     stand_in = SimpleNamespace(vocab_size=rows, config=config, generation_config=generation)
-    return stand_in, load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    return stand_in, tokenizer, _slow(folder, tokenizer)
+
+
+def _slow(folder: Path, tokenizer: Any) -> Any | None:
+    if not all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")) or not tokenizer.is_fast:
+        return None
+    try:
+        from unsloth_plugins.core.tokenizer.slow import load_slow
+    except ImportError as error:
+        _log.warning("tokenizer.model and tokenizer.json are not compared: %s. Install sentencepiece.", error)
+        return None
+    return load_slow(folder, tokenizer)
 
 
 def check_folder(model: str | Path) -> list[Finding]:
@@ -58,14 +76,14 @@ def repair_folder(
         ExportError: no model or no tokenizer there, or ``output`` exists or is missing.
         ConfigError: see ``repair_tokenizer``.
     """
-    stand_in, tokenizer = _load(model)
+    stand_in, tokenizer, slow = _load(model)
     options: dict[str, Any] = dict(chat_template=chat_template, add_tokens=add_tokens)
     if dry_run:
-        return repair_tokenizer(stand_in, tokenizer, dry_run=True, **options)
+        return repair_tokenizer(stand_in, tokenizer, slow, dry_run=True, **options)
     if output is None:
         raise ExportError(expected="a folder to write to", got="none", remedy="Name one, or make a dry run.")
     with appearing(Path(output)) as place:
-        report = repair_tokenizer(stand_in, tokenizer, **options)
+        report = repair_tokenizer(stand_in, tokenizer, slow, **options)
         tokenizer.save_pretrained(place)
         stand_in.config.save_pretrained(place)
         if stand_in.generation_config is not None:

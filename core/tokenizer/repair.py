@@ -24,7 +24,7 @@ from unsloth_plugins.core.tokenizer.checks import (
     rows_of,
     untrained_ids,
 )
-from unsloth_plugins.core.tokenizer.pairs import set_added_tokens
+from unsloth_plugins.core.tokenizer.pairs import choose_tokenizer, set_added_tokens
 from unsloth_plugins.core.tokenizer.ranked import to_bpe
 from unsloth_plugins.core.tokenizer.templates import KNOWN
 
@@ -52,6 +52,7 @@ class RepairReport:
 def repair_tokenizer(
     model_or_config: Any,
     tokenizer: Any,
+    slow: Any | None = None,
     *,
     chat_template: str | None = None,
     add_tokens: bool = False,
@@ -63,6 +64,7 @@ def repair_tokenizer(
         model_or_config: as for ``check_tokenizer``. Its end and padding ids follow the tokenizer's. Only a model can
             have its embedding grown.
         tokenizer: of transformers.
+        slow: as for ``check_tokenizer``; it is left as it is.
         chat_template: "chatml", "harmony" (both with generation markers) or a template's text, for a tokenizer
             that has none or a broken one.
         add_tokens: add the tokens of ChatML where the vocabulary lacks them, as Llama 2's and Mistral's do.
@@ -79,6 +81,8 @@ def repair_tokenizer(
     if dry_run:
         tokenizer = copy.deepcopy(tokenizer)
         model = _Copied(model_or_config)
+    if slow is not None and (change := _as_slow(slow, tokenizer)):
+        report.done.append(f"slow-fast-differ: {change}")  # first: later repairs make tokens that the slow one lacks
     tried: set[tuple[str, str]] = set()
     repaired: set[tuple[str, str]] = set()
     while waiting := [each for each in _order(check_tokenizer(model, tokenizer)) if _key(each) not in tried]:
@@ -87,7 +91,7 @@ def repair_tokenizer(
         if change := _change(finding, model, tokenizer, chat_template, add_tokens):
             report.done.append(f"{finding.code}: {change}")
             repaired.add(_key(finding))
-    report.left = [each for each in check_tokenizer(model, tokenizer) if _key(each) not in repaired]
+    report.left = [each for each in check_tokenizer(model, tokenizer, slow) if _key(each) not in repaired]
     for entry in report.done:
         _log.warning("%s%s", "Would repair " if dry_run else "Repaired ", entry)
     return report
@@ -198,6 +202,16 @@ def _new_pad(model: Any, tokenizer: Any) -> str | None:
         if holder is not None and hasattr(holder, "pad_token_id"):
             holder.pad_token_id = tokenizer.pad_token_id
     return f"padding is {spare[0]!r} (id {tokenizer.pad_token_id}), {how}; it was {before!r}"
+
+
+def _as_slow(slow: Any, tokenizer: Any) -> str | None:
+    choice = choose_tokenizer(slow, tokenizer)
+    if choice.tokenizer is slow or not choice.failing:
+        return None
+    steps = choice.tokenizer.backend_tokenizer
+    steps.post_processor = tokenizer.backend_tokenizer.post_processor
+    tokenizer._tokenizer = steps
+    return f"{choice.how}, which reads {len(choice.failing)} more probe texts like the slow one"
 
 
 def _as_special(tokenizer: Any, token: str) -> str | None:

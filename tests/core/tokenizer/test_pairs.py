@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from merge_cases import small_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from merge_cases import save_llama, small_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
-from unsloth_plugins.core.tokenizer import PROBES, choose_tokenizer
+from unsloth_plugins.core.tokenizer import PROBES, check_tokenizer, choose_tokenizer, repair_tokenizer
+from unsloth_plugins.core.tokenizer.folder import check_folder, repair_folder
 from unsloth_plugins.core.tokenizer.pairs import differing, probes_for
 
 
@@ -87,8 +89,55 @@ def test_case_20_equal_ones_are_left_alone() -> None:
     assert choose_tokenizer(slow, fast, _probes()).tokenizer is fast
 
 
-def test_case_20_the_slow_one_is_kept_where_no_fast_one_is_equal(caplog: Any) -> None:
+def test_case_20_the_slow_one_is_kept_where_no_fast_one_is_equal() -> None:
     slow, fast = small_tokenizer(), small_tokenizer()
     fast.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     choice = choose_tokenizer(slow, fast, ["the fox", "", "over"])
-    assert choice.tokenizer is slow and {"the fox", "over"} <= set(choice.failing) and "Keep the slow" in caplog.text
+    assert choice.tokenizer is slow and {"the fox", "over"} <= set(choice.failing) and "no fast one" in choice.how
+
+
+def _differences(findings: list[Any]) -> list[Any]:
+    return [finding for finding in findings if finding.code == "slow-fast-differ"]
+
+
+def test_case_20_a_folder_with_both_is_found_and_repaired(tmp_path: Path) -> None:
+    slow, fast = _sentencepiece_pair(tmp_path)
+    base = save_llama(tmp_path / "base", eos_token_id=2)
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|reserved_0|>"]})
+    fast.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    fast.save_pretrained(base)
+    assert not _differences(check_folder(base))
+    shutil.copy(tmp_path / "tiny.model", base / "tokenizer.model")
+    (found,) = _differences(check_folder(base))
+    assert "' '" in found.message and "SentencePiece" in str(found.repair) and not found.caution
+    plan = repair_folder(base, None, chat_template="chatml", dry_run=True)
+    done = repair_folder(base, tmp_path / "out", chat_template="chatml")
+    assert plan.done == done.done and done.done[0].startswith("slow-fast-differ") and not done.left
+    repaired = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in probes_for(slow, _probes()):
+        if "<extra>" not in text:
+            assert repaired(text).input_ids == [1, *slow(text).input_ids], text
+    shutil.copy(tmp_path / "tiny.model", tmp_path / "out" / "tokenizer.model")
+    assert check_folder(tmp_path / "out") == [] and repair_folder(tmp_path / "out", tmp_path / "again").done == []
+
+
+def test_case_20_a_model_that_is_not_sentencepiece_is_said(tmp_path: Path, caplog: Any) -> None:
+    base = save_llama(tmp_path / "base", eos_token_id=1)
+    small_tokenizer().save_pretrained(base)
+    (base / "tokenizer.model").write_text("IQ== 0\n")
+    assert not _differences(check_folder(base)) and "are not compared" in caplog.text
+
+
+def test_case_20_a_pair_that_the_caller_gives() -> None:
+    slow = small_tokenizer()
+    fast = _edited(slow, rstrip=True)
+    assert len(_differences(check_tokenizer(160, fast, slow))) == 1 and not _differences(check_tokenizer(160, fast))
+    plan = repair_tokenizer(160, fast, slow, dry_run=True)
+    assert differing(slow, fast, probes_for(slow))
+    assert repair_tokenizer(160, fast, slow).done == plan.done and "flags" in plan.done[0]
+    assert not differing(slow, fast, probes_for(slow)) and not repair_tokenizer(160, fast, slow).done
+    fast.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    (left,) = _differences(repair_tokenizer(160, fast, slow).left)
+    assert left.caution and left.repair is None
