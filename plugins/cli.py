@@ -48,6 +48,7 @@ AdapterOption = Annotated[
 def _errors(as_json: bool) -> Iterator[None]:
     """Our own errors become one message and exit status 1; anything else is a defect and keeps its traceback."""
     handler = RichHandler(console=_err, show_path=False, show_time=False)
+    handler.addFilter(lambda record: record.name != "unsloth_plugins.core.tokenizer.repair")  # printed as the result
     logger = logging.getLogger("unsloth_plugins")
     logger.addHandler(handler)
     propagate, level = logger.propagate, logger.level
@@ -86,13 +87,24 @@ def _bar(as_json: bool) -> Iterator[Report | None]:
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=_err) as progress:
+    # Transient: no bar is left after an error.
+    shown: dict[str, Any] = dict(console=_err, transient=True, disable=not _err.is_terminal)
+    with Progress(*columns, TimeRemainingColumn(), **shown) as progress:
         task = progress.add_task("writing", total=None)
 
         def report(done: int, total: int, name: str) -> None:
             progress.update(task, completed=done, total=total, description=name[-48:])
 
         yield report
+
+
+@contextlib.contextmanager
+def _resumable() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        _err.print("Stopped. The same command goes on where this one was.", highlight=False)
+        raise typer.Exit(130) from error
 
 
 def _shard_bytes(gigabytes: float) -> int:
@@ -105,17 +117,24 @@ def _adapters(given: list[str] | None) -> dict[str, float]:
     """``FOLDER`` and ``FOLDER=WEIGHT``; a folder whose own name ends like that is taken as it is."""
     out: dict[str, float] = {}
     for each in given or ():
-        folder, _, weight = each.rpartition("=")
-        if folder and not Path(each).exists():
-            try:
-                out[folder] = float(weight)
-            except ValueError as error:
-                raise typer.BadParameter(f"{each!r}: the weight after = must be a number.") from error
-            if not math.isfinite(out[folder]):
-                raise typer.BadParameter(f"{each!r}: the weight after = must be finite.")
-        else:
-            out[each] = 1.0
+        folder, weight = _weighted(each)
+        if Path(folder).resolve() in {Path(other).resolve() for other in out}:
+            raise typer.BadParameter(f"{folder!r} is given twice: name each adapter once, as FOLDER=WEIGHT.")
+        out[folder] = weight
     return out
+
+
+def _weighted(each: str) -> tuple[str, float]:
+    folder, _, text = each.rpartition("=")
+    if not folder or Path(each).exists():
+        return each, 1.0
+    try:
+        weight = float(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{each!r}: the weight after = must be a number.") from error
+    if not math.isfinite(weight):
+        raise typer.BadParameter(f"{each!r}: the weight after = must be finite.")
+    return folder, weight
 
 
 def _print_json(value: Any) -> None:
@@ -249,7 +268,7 @@ def merge(
     """
     from unsloth_plugins.core.export import merge as run
 
-    with _errors(as_json), _bar(as_json) as progress:
+    with _errors(as_json), _resumable(), _bar(as_json) as progress:
         report = run(
             base,
             _adapters(adapter),
@@ -269,7 +288,7 @@ def merge(
             over = "-" if error.error_over_change is None else f"{error.error_over_change:.3f}"
             table.add_row(name, f"{error.relative_error:.4f}", over)
         _err.print(table)
-    what = f"{len(report.merged)} tensors merged"
+    what = f"{len(report.merged)} tensors merged" if adapter else "No adapter was given (-a): nothing was merged"
     if report.resumed:
         what += f"; {len(report.resumed)} of {len(report.files)} weight files were there from a run that was stopped"
     _finish(report.output, report.bytes_needed, report.notes, what)

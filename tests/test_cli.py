@@ -84,6 +84,25 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
         assert "Usage" in run("merge", tmp_path, tmp_path / "out", *wrong, status=2).output
 
 
+def test_merging_nothing_is_said_and_an_adapter_twice_is_refused(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    train_llama(base, tmp_path / "adapter")
+    assert "nothing was merged" in run("merge", base, tmp_path / "out").stderr.replace("\n", " ")
+    twice = ("-a", tmp_path / "adapter", "-a", f"{tmp_path / 'base' / '..' / 'adapter'}=0.5")
+    assert "twice" in run("merge", base, tmp_path / "two", *twice, status=2).output
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_stopped_merge_says_how_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: Any, progress: Any, **__: Any) -> None:
+        progress(1, 2, "a.weight")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("unsloth_plugins.core.export.merge", stopped)
+    done = run("merge", tmp_path, tmp_path / "out", status=130)
+    assert done.stderr == "Stopped. The same command goes on where this one was.\n"
+
+
 def test_an_adapter_beside_the_base_is_not_part_of_it(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base")
     train_llama(base, tmp_path / "adapter")
@@ -97,12 +116,14 @@ def test_export_writes_a_gguf(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base")
     small_tokenizer().save_pretrained(base)
     train_llama(base, tmp_path / "adapter")
-    done = run("export", base, tmp_path / "m.gguf", "-a", tmp_path / "adapter", "--quant", "q8_0", "--json")
+    done = run("export", base, tmp_path / "m.gguf", "-a", tmp_path / "adapter", "--quant", "Q8_0", "--json")
     assert json.loads(done.stdout)["tensors"]["blk.0.attn_q.weight"] == "q8_0"
     assert (tmp_path / "m.gguf").read_bytes()[:4] == b"GGUF"
     done = run("export", base, tmp_path / "n.gguf", "--ollama")
     assert "No Modelfile" in done.stderr and done.stdout == f"{tmp_path / 'n.gguf'}\n"
-    done = run("export", base, tmp_path / "lora.gguf", "-a", tmp_path / "adapter", "--adapter-only", "--json")
+    done = run(
+        "export", base, tmp_path / "lora.gguf", "-a", tmp_path / "adapter", "--adapter-only", "--quant", "F16", "--json"
+    )
     assert json.loads(done.stdout)["tensors"]["blk.0.attn_q.weight.lora_a"] == "f16"
     run("export", base, tmp_path / "lora.gguf", "-a", tmp_path / "adapter", "--adapter-only", "--ollama", status=2)
     done = run("export", base, tmp_path / "part.gguf", "--max-shard-gb", "0.0001")
@@ -125,6 +146,8 @@ def test_tokenizer_checks_and_repairs(tmp_path: Path) -> None:
     done = run("tokenizer", base, "--repair", tmp_path / "out", "--chat-template", "chatml", "--json")
     assert json.loads(done.stdout) == json.loads(plan.stdout)
     assert sorted((path.name, path.stat().st_mtime_ns) for path in base.iterdir()) == before
+    shown = run("tokenizer", base, "--repair", tmp_path / "told", "--chat-template", "chatml")
+    assert "repaired  " in shown.stdout and "Repaired" not in shown.stderr  # once
     stops = json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
     assert stops == [broken.convert_tokens_to_ids("<|im_end|>"), 1]
     assert "no faults found" in run("tokenizer", tmp_path / "out").stdout

@@ -49,15 +49,15 @@ class GgufReport:
     modelfile: Path | None = None
 
 
-def check_type(quant: str) -> None:
-    """Refuse a type before any work.
+def check_type(quant: str) -> str:
+    """The type's name in lower case; refuses an unknown one before any work.
 
     Raises:
         UnsupportedError: one that llama.cpp has and this export can't make; the tool is named.
         ConfigError: one that nobody knows.
     """
-    if quant in TYPES:
-        return
+    if quant.lower() in TYPES:
+        return quant.lower()
     if quant.lower().startswith(_WITH_LLAMA_QUANTIZE):
         raise UnsupportedError(
             expected=f"one of {', '.join(TYPES)}",
@@ -86,7 +86,7 @@ def export_gguf(
         adapter: a PEFT folder, several, or folder -> weight; merged in float32, rounded once to ``quant``.
         quant: "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"; or "mxfp4" for gpt-oss: experts that no
             adapter changed keep their codes exactly, the other tensors are bf16. Norms, biases, sinks and routers are
-            always float32.
+            always float32. In any case of letters.
         max_shard_bytes: cut into files of at most so many bytes of tensors, called ``NAME-00001-of-00003.gguf`` and so
             on; a larger tensor gets a file of its own. ``None`` is one file.
         ollama: write a ``Modelfile`` beside it, with the sampling of the generation config; if the chat template can't
@@ -100,7 +100,7 @@ def export_gguf(
         ExportError: something is missing or doesn't fit, or too little disk.
         ConfigError: an option that can't be.
     """
-    check_type(quant)
+    quant = check_type(quant)
     check_package()
     if ollama and max_shard_bytes is not None:
         raise ConfigError(

@@ -50,6 +50,7 @@ def export_gguf_adapter(
         ExportError: something is missing or doesn't fit, or too little disk.
         ConfigError: another type, or no adapter.
     """
+    quant = quant.lower()
     if quant not in PLAIN:
         raise ConfigError(
             expected=f"quant of an adapter to be one of {', '.join(PLAIN)}", got=repr(quant), remedy="Choose one."
