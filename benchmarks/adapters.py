@@ -1,8 +1,10 @@
 """The same training steps in transformers' Trainer, Lightning, Axolotl and a bare loop: what an adapter costs.
 
 Each runs in a process of its own from the same checkpoint of random weights: LoRA on all linear layers and experts,
-bf16 autocast, gradient checkpointing, batch 1, learning rate zero. A step is timed from the end of the one before it,
-so that the trainer's own work counts.
+bf16 autocast, gradient checkpointing, batch 1, learning rate zero. The measured steps are timed together, from the end
+of the last one for warming up, so that the trainer's own work counts. The device is waited for before and after them
+alone: what trainers can be told not to wait for in every step (logs, a look whether the loss is a number, tokens
+counted) is switched off in all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", choices=sorted(SIZES), default="gpt-oss-20b")
     parser.add_argument("--ctx", type=int, default=16384, help="tokens of a step (%(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="measured, after two for warming up (%(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="measured, after two for warming up (%(default)s)")
     parser.add_argument("--cap-gib", type=float, default=79.0, help="memory cap (%(default)s, an 80 GB card)")
     parser.add_argument("--policy", choices=sorted(POLICIES), default="auto")
     parser.add_argument("--lora-rank", type=int, default=32)
@@ -47,34 +48,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Clock:
-    """Times of the ends of steps; memory since the end of the warm-up.
+    """Time of the measured steps, and their memory.
 
-    Axolotl starts new high-water marks whenever it logs, so each step's are looked at when it ends.
+    Axolotl starts new high-water marks whenever it logs, so they are looked at when each step ends.
     """
 
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up, self.times = warm_up, list[float]()
+    def __init__(self, warm_up: int, steps: int) -> None:
+        self.warm_up, self.steps, self.seconds = warm_up, steps, 0.0
         self.memory: dict[str, float] = {}
+        self._count, self._start = 0, 0.0
 
     def step_is_over(self) -> None:
         """Called by each trainer, after its optimizer's step."""
-        import torch
-
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
-        if len(self.times) > self.warm_up:
-            now = _memory()
-            self.memory = {key: max(value, self.memory.get(key, 0.0)) for key, value in now.items()}
-        elif len(self.times) == self.warm_up:
+        self._count += 1
+        if self._count == self.warm_up:
+            _synchronise()
             gc.collect()
             _reset_memory()
-            self.times[-1] = time.perf_counter()
+            self._start = time.perf_counter()
+        elif self._count > self.warm_up:
+            if self._count == self.steps:
+                _synchronise()
+                self.seconds = (time.perf_counter() - self._start) / (self.steps - self.warm_up)
+            now = _memory()
+            self.memory = {key: max(value, self.memory.get(key, 0.0)) for key, value in now.items()}
 
-    def seconds(self) -> list[float]:
-        """Of each measured step."""
-        measured = self.times[self.warm_up - 1 :]
-        return [after - before for before, after in zip(measured, measured[1:], strict=False)]
+
+def _synchronise() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _model(options: dict[str, Any]) -> Any:
@@ -109,16 +113,15 @@ def _bare(options: dict[str, Any], clock: Clock) -> tuple[Any, float]:
     optimizer = _optimizer(options["optimizer"], [p for p in model.parameters() if p.requires_grad])
     device = next(model.parameters()).device
     batch = {name: value[None].to(device) for name, value in _row(options).items()}
-    value = 0.0
+    loss = torch.zeros(())
     for _ in range(options["steps"]):
         with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = model(**batch, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        value = loss.item()
         clock.step_is_over()
-    return model, value
+    return model, loss.item()
 
 
 def _hf(options: dict[str, Any], clock: Clock) -> tuple[Any, float]:
@@ -142,7 +145,8 @@ def _hf(options: dict[str, Any], clock: Clock) -> tuple[Any, float]:
             max_grad_norm=0.0,
             bf16=True,
             gradient_checkpointing=True,
-            logging_steps=1,
+            logging_steps=options["steps"],
+            logging_nan_inf_filter=False,
             save_strategy="no",
             report_to=[],
             dataloader_num_workers=1,
@@ -166,12 +170,12 @@ def _lightning(options: dict[str, Any], clock: Clock) -> tuple[Any, float]:
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.last = _model(options), 0.0
+            self.model, self.last = _model(options), torch.zeros(())
             _checkpointed(self.model)
 
         def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             loss: torch.Tensor = self.model(**batch, use_cache=False).loss
-            self.last = loss.item()
+            self.last = loss.detach()
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -200,7 +204,7 @@ def _lightning(options: dict[str, Any], clock: Clock) -> tuple[Any, float]:
             callbacks=[Ticks()],
         )
         trainer.fit(module, DataLoader([_row(options)] * options["steps"], batch_size=1, num_workers=1))  # type: ignore[arg-type]
-    return module.model, module.last
+    return module.model, module.last.item()
 
 
 def _axolotl(options: dict[str, Any], clock: Clock) -> tuple[Any, float]:
@@ -240,7 +244,8 @@ def _axolotl(options: dict[str, Any], clock: Clock) -> tuple[Any, float]:
             "bf16": torch.cuda.is_available(),  # Axolotl refuses it elsewhere
             "attn_implementation": "eager",
             "gradient_checkpointing": True,
-            "logging_steps": 1,
+            "logging_steps": options["steps"],
+            "include_tkps": False,
             "save_strategy": "no",
             "dataloader_num_workers": 1,
             **({"unsloth": policy} if policy else {}),
@@ -268,17 +273,15 @@ def _child(options: dict[str, Any]) -> dict[str, Any]:
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory / 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, options["cap_gib"] / total))
-    clock = Clock(options["warm_up"])
+    clock = Clock(options["warm_up"], options["steps"])
     model, loss = TRAINERS[options["impl"]](options, clock)
-    seconds = statistics.median(clock.seconds())
     applied = applied_to(model)
     assert applied is not None
     print(applied.report(), file=sys.stderr, flush=True)
     return {
         **clock.memory,
-        "step_s": round(seconds, 4),
-        "steps_s": [round(each, 4) for each in clock.seconds()],
-        "tok_s": round(options["ctx"] / seconds, 1),
+        "step_s": round(clock.seconds, 4),
+        "tok_s": round(options["ctx"] / clock.seconds, 1),
         "loss": loss,
         "trainable_params": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "backend": next((row.detail for row in applied.rows if row.feature == "attention"), ""),

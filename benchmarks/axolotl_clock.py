@@ -19,6 +19,10 @@ class _Ticks(TrainerCallback):
 class ClockPlugin(BasePlugin):
     """Named in the config, beside ours."""
 
+    def get_training_args(self, cfg: Any) -> dict[str, Any]:
+        """The device is not asked in every step whether the loss is a number, as in the other trainers."""
+        return {"logging_nan_inf_filter": False}
+
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
         """One that ticks."""
         return [_Ticks()]

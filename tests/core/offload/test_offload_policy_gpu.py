@@ -128,6 +128,8 @@ def test_pairs_are_bit_equal_to_plain_checkpointing_and_hold_half(policy: Any) -
     assert applied.store.held_bytes == 0
     if policy == "offload_all":
         assert applied.store.peak_bytes == 4 * 2048 * 512 * 4
+        for name, each in [*ref.named_parameters(), *ours.named_parameters()]:
+            each.requires_grad_("norm" in name)  # gradients of all weights take more than the inputs of all layers
         assert peak(ours, batch) < peak(ref, batch)
 
 
