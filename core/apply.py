@@ -51,8 +51,11 @@ from unsloth_plugins.core.models.streaming import (
     check_streamed,
     choose_weights,
     packed_layers,
+    stream_embedding,
     stream_experts,
+    unstream_embedding,
     unstream_experts,
+    why_embedding_stays,
 )
 from unsloth_plugins.core.offload.budget import MemoryBudget
 from unsloth_plugins.core.offload.checkpoint import LayerCheckpoint
@@ -114,7 +117,7 @@ class Applied:
         self._checkpoint_patches = PatchSet()
         self._configs: ConfigSwap | None = None
         self._adapters: tuple[str, ...] = ()
-        self._why_weights, self._longest = "", 0
+        self._why_weights, self._embedding_note, self._longest = "", "", 0
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
@@ -162,8 +165,11 @@ class Applied:
         if self._configs is not None:
             self._configs.carry_back()
         unpatch_loss(self.parts.causal_lm)
-        for experts in packed_layers(self.parts):
+        packed = packed_layers(self.parts)
+        for experts in packed:
             unstream_experts(experts)
+        if packed:
+            unstream_embedding(self.parts, packed[0].gate_up_proj.device)
         self._checkpoint_patches.undo()
         self._patches.undo()
         if self._hook is not None:
@@ -357,6 +363,12 @@ class Applied:
         self.stream, self._why_weights = WeightStream(), why
         for index, experts in enumerate(packed):
             stream_experts(experts, self.stream, index, self._patches)
+        if (reason := why_embedding_stays(self.parts)) is None:
+            table = stream_embedding(self.parts, self.stream, self._patches).weight
+            size = table.numel() * table.element_size()
+            self._embedding_note = f"; the embedding, {size / 2**30:.2f} GiB, there too"
+        else:
+            self._embedding_note = f"; the embedding stays with the model: {reason}"
         self._note_stream()
 
     def _make_room(self, tokens: int) -> None:
@@ -380,6 +392,7 @@ class Applied:
         packed = packed_layers(self.parts)
         size = sum(p.numel() for experts in packed for name in PROJECTIONS for p in experts.bytes_of(name))
         detail = f"packed experts of {len(packed)} layers, {size / 2**30:.2f} GiB, on the host ({self._why_weights})"
+        detail += self._embedding_note
         if sent := self.stream.sent_bytes:
             copies_ms, exposed_ms = self.stream.copy_ms()
             waited = f" in {copies_ms:.0f} ms, of which {exposed_ms:.0f} ms waited for" if copies_ms else ""

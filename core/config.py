@@ -43,7 +43,8 @@ class UnslothConfig:
     CUDA, from where each layer's come to the device for the moment in which they are decoded, the next layer's while
     this one computes. ``auto`` streams on CUDA where less is free beside the model than two layers' experts in 16 bits
     and 12 bytes a trained number of the adapters, and from the first step on that would not fit otherwise, as far as
-    the planner knows the model. Streamed ones stay on the host when the model is moved to a device.
+    the planner knows the model. A frozen embedding that is not the head goes with them, and is read there token by
+    token. Streamed ones stay on the host when the model is moved to a device.
     ``streamed`` is for one process, and raises without packed experts."""
 
     layers: Literal["auto", "triton", "reference"] | None = "auto"

@@ -20,6 +20,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.uint8: "*u8",
 }
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "debug", "sanitize_overflow")
 
 
 def compile_launch(launch: tuple[Any, int, dict[str, Any]], capability: int) -> Any:
@@ -40,7 +41,7 @@ def compile_launch(launch: tuple[Any, int, dict[str, Any]], capability: int) -> 
             if value % 16 == 0 and not free:
                 attributes[(n,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
+    options = {name: arguments[name] for name in OPTIONS if name in arguments}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

@@ -1,12 +1,14 @@
-"""Packed experts that stay in host memory: which models, when, and the way back."""
+"""Packed experts and the embedding before them in host memory: which models, when, and the way back."""
 
 from __future__ import annotations
 
-from typing import Literal
+from types import MethodType
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from unsloth_plugins.core.device import DeviceMemory
 from unsloth_plugins.core.errors import UnsupportedError
@@ -16,6 +18,7 @@ from unsloth_plugins.core.offload.weights import WeightStream
 from unsloth_plugins.core.patches import PatchSet
 
 TRAINED_BYTES = 12  # of a trained number in float32: its gradient and Adam's two moments
+_EMBEDDING = "embedding"  # its key in a stream
 
 
 def packed_layers(parts: ModelParts) -> list[PackedExperts]:
@@ -95,3 +98,89 @@ def unstream_experts(experts: nn.Module) -> None:
         for name in PROJECTIONS:
             parameters = experts.bytes_of(name)  # type: ignore[operator]
             stream.leave((index, name), parameters, experts.gate_up_proj.device)  # type: ignore[union-attr,arg-type]
+
+
+def why_embedding_stays(parts: ModelParts) -> str | None:
+    """What keeps the input embedding with the model, or ``None``."""
+    if (name := _embedding_name(parts)) is None:
+        return "it is not a plain one"
+    embedding: nn.Embedding = parts.decoder.get_submodule(name)  # type: ignore[assignment]
+    if embedding.weight.requires_grad:
+        return "it trains"
+    if "forward" in vars(embedding):
+        return "its forward was replaced"
+    at = embedding.weight.untyped_storage().data_ptr()
+    everything = parts.causal_lm.named_parameters(remove_duplicate=False)
+    if sum(each.untyped_storage().data_ptr() == at for _, each in everything) > 1:
+        return "it is the head as well"
+    return None
+
+
+def stream_embedding(parts: ModelParts, stream: WeightStream, patches: PatchSet) -> nn.Embedding:
+    """Keep the input embedding on the host, as ``stream_experts`` does with experts; nothing may speak against it.
+
+    It becomes the decoder's last child: many ask the first parameter of a model for its device.
+    """
+    name = _embedding_name(parts)
+    assert name is not None
+    embedding: nn.Embedding = parts.decoder.get_submodule(name)  # type: ignore[assignment]
+    patches.set(embedding, STREAM, (stream, list(parts.decoder._modules).index(name)))
+    patches.set(embedding, "forward", MethodType(_looked_up, embedding))
+    patches.set(embedding, "_apply", MethodType(_changed_in_place, embedding))
+    _move_child(parts.decoder, name, len(parts.decoder._modules))
+    weight: nn.Parameter = embedding.weight  # type: ignore[assignment]
+    if stream.serves(weight.device):
+        stream.settle(_EMBEDDING, [weight], weight.device)
+    return embedding
+
+
+def unstream_embedding(parts: ModelParts, device: torch.device) -> None:
+    """Put a streamed embedding on ``device``. To be called before its patches are undone."""
+    for name, child in list(parts.decoder.named_children()):
+        for module in child.modules() if name != "layers" else ():
+            if isinstance(module, nn.Embedding) and STREAM in vars(module):
+                stream, index = vars(module)[STREAM]
+                stream.leave(_EMBEDDING, [module.weight], device)
+                _move_child(parts.decoder, name, index)
+
+
+def _embedding_name(parts: ModelParts) -> str | None:
+    """The child of the decoder that is its plain input embedding: no subclass, which may scale, and no adapter's."""
+    embedding = parts.causal_lm.get_input_embeddings()  # type: ignore[operator]
+    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
+        return None
+    return next((name for name, child in parts.decoder.named_children() if child is embedding), None)
+
+
+def _looked_up(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:  # torch's name
+    stream, _ = vars(self)[STREAM]
+    if self.weight.requires_grad:
+        raise UnsupportedError(
+            expected="an embedding that is still frozen, for streamed weights",
+            got="one that trains since apply",
+            remedy="Apply after PEFT has wrapped the model, or use weights='resident'.",
+        )
+    if not stream.serves(input.device):
+        return functional.embedding(input, self.weight)
+    rows: torch.Tensor = stream.look_up(_EMBEDDING, self.weight, input)
+    return rows
+
+
+def _changed_in_place(self: nn.Embedding, fn: Any, recurse: bool = True) -> nn.Embedding:
+    """``to``, ``cuda`` and the like change the dtype and leave the table where it is."""
+    weight: nn.Parameter = self.weight  # type: ignore[assignment]
+    dtype = fn(weight.new_empty(0)).dtype
+    if dtype != weight.dtype:
+        weight.data = weight.data.to(dtype)
+    self._parameters["weight"] = None
+    try:
+        return nn.Embedding._apply(self, fn, recurse)
+    finally:
+        self._parameters["weight"] = weight
+
+
+def _move_child(module: nn.Module, name: str, index: int) -> None:
+    children = [each for each in module._modules.items() if each[0] != name]
+    children.insert(index, (name, module._modules[name]))
+    module._modules.clear()
+    module._modules.update(children)

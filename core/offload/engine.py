@@ -38,6 +38,9 @@ class CopyEngine(Protocol):
     def use(self, tensor_N: torch.Tensor) -> None:
         """Tell that the current stream reads what ``to_device`` gave, perhaps under another one."""
 
+    def mark(self) -> Any:
+        """A mark for all that the current stream was given so far, for ``block``."""
+
     def is_done(self, mark: Any) -> bool:
         """Whether the copy is over."""
 
@@ -92,9 +95,9 @@ class CudaCopies:
 
     def pin(self, memory_N: torch.Tensor) -> bool:
         """Register the memory for every context of the driver."""
-        portable = 1
+        portable, mapped = 1, 2  # kernels may read it as well
         with torch.cuda.device(self.device):
-            failed = int(torch.cuda.cudart().cudaHostRegister(memory_N.data_ptr(), memory_N.numel(), portable))
+            failed = int(torch.cuda.cudart().cudaHostRegister(memory_N.data_ptr(), memory_N.numel(), portable | mapped))
             if failed:  # the driver keeps the error for the next launch of this thread: let that be this one
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device=self.device)
@@ -127,6 +130,10 @@ class CudaCopies:
     def use(self, tensor_N: torch.Tensor) -> None:
         """See ``CopyEngine``."""
         tensor_N.record_stream(torch.cuda.current_stream(self.device))
+
+    def mark(self) -> Any:
+        """See ``CopyEngine``."""
+        return torch.cuda.current_stream(self.device).record_event()
 
     def is_done(self, mark: Any) -> bool:
         """See ``CopyEngine``."""
@@ -182,6 +189,9 @@ class PlainCopies:
         """Nothing runs late."""
 
     def use(self, tensor_N: torch.Tensor) -> None:
+        """Nothing runs late."""
+
+    def mark(self) -> None:
         """Nothing runs late."""
 
     def is_done(self, mark: Any) -> bool:

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from unsloth_plugins.core.device import is_accelerator
+from unsloth_plugins.core.device import is_accelerator, why_no_triton
 from unsloth_plugins.core.offload.arena import Arena, Slab
 from unsloth_plugins.core.offload.engine import CopyEngine, engine_for
 from unsloth_plugins.core.offload.transfers import version_of
@@ -32,6 +33,17 @@ class _Home:
 
     def __init__(self, parameters: Sequence[nn.Parameter], slabs: list[Slab]) -> None:
         self.parameters, self.slabs = tuple(parameters), slabs
+        self._looked_up: tuple[CopyEngine, Any] | None = None
+
+    def note_lookup(self, engine: CopyEngine) -> None:
+        """What the device was given so far reads the memory."""
+        self._looked_up = engine, engine.mark()
+
+    def block(self) -> None:
+        """The host waits until no lookup reads the memory."""
+        if self._looked_up is not None:
+            engine, mark = self._looked_up
+            engine.block(mark)
 
     def has(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether these still lie here."""
@@ -84,6 +96,8 @@ class WeightStream:
 
     def __del__(self) -> None:
         self._settle_copies()
+        for home in self._homes.values():
+            home.block()
 
     def serves(self, device: torch.device) -> bool:
         """Whether weights are copied to be read on ``device``: the CPU reads them where they are."""
@@ -163,6 +177,32 @@ class WeightStream:
                 out.append(some.view(parameter.dtype).view(len(numbers), *parameter.shape[1:]))
             return tuple(out)
 
+    def look_up(self, key: Hashable, table_VH: nn.Parameter, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a table on the device of ``ids``, which reads them in host memory by a kernel.
+
+        Where the memory could not be page-locked, or no kernel runs on that device, the host waits for the ids, looks
+        them up and sends the rows.
+
+        Args:
+            table_VH: [V, H].
+            ids: integer of any shape, in [0, V); outside of it, torch's IndexError or a device-side assertion.
+
+        Returns:
+            [*ids, H].
+        """
+        device = ids.device
+        with self._lock:
+            home, engine = self._settled(key, [table_VH], device), self._engine(device)
+            if home.slabs[0].region.pinned and why_no_triton(device, torch.uint8) is None:
+                from unsloth_plugins.core.offload.lookup import lookup_triton  # needs triton: only where it runs
+
+                rows = lookup_triton(table_VH.detach(), ids)
+                home.note_lookup(engine)
+            else:
+                rows = functional.embedding(ids.cpu(), table_VH.detach()).to(device)
+            self.sent_bytes += rows.numel() * rows.element_size()
+            return rows
+
     def _engine(self, device: torch.device) -> CopyEngine:
         if device not in self._engines:
             self._engines[device] = self._make_engine(device)
@@ -192,6 +232,7 @@ class WeightStream:
 
     def _let_go(self, home: _Home) -> None:
         assert self._arena is not None
+        home.block()
         for slab in home.slabs:
             self._arena.give_back(slab)
 

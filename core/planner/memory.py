@@ -119,6 +119,11 @@ def packed_bytes(shape: ModelShape) -> int:
     return int(shape.experts * sum(inputs * outputs for inputs, outputs in shape.expert_linears()) * _MXFP4)
 
 
+def embedding_bytes(shape: ModelShape) -> int:
+    """The input embedding, where it is not the head as well: it goes to the host with streamed experts."""
+    return 0 if shape.tied else shape.vocab * shape.hidden * HALF
+
+
 def _streams(setup: Setup) -> bool:
     return setup.config.weights == "streamed"
 
@@ -357,12 +362,16 @@ class Peak:
     plan: Plan
 
 
+def streamed_bytes(shape: ModelShape, setup: Setup) -> int:
+    """Of weights in host memory."""
+    return shape.layers * packed_bytes(shape) + embedding_bytes(shape) if _streams(setup) else 0
+
+
 def fixed_terms(shape: ModelShape, setup: Setup) -> dict[str, int]:
     """What is on the device all the time."""
     count = shape.layers * adapter_parameters(shape, setup)
-    experts = shape.layers * packed_bytes(shape) if _streams(setup) else 0
     return {
-        "base weights": base_bytes(shape, setup) - experts,
+        "base weights": base_bytes(shape, setup) - streamed_bytes(shape, setup),
         "streamed weights": packed_bytes(shape) if _streams(setup) else 0,  # one layer's, on their way
         "adapters": count * FULL,
         "optimizer states": int(count * _STATES[setup.optimizer]),
@@ -409,8 +418,7 @@ def step_peak(shape: ModelShape, setup: Setup, tokens: int, plan: Plan) -> Peak:
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {name: size for name, size in (fixed | moments[moment]).items() if size}
     host = one * inputs(layers) if moves else 0
-    streamed = layers * packed_bytes(shape) if _streams(setup) else 0
-    return Peak(sum(terms.values()), moment, terms, host, streamed, plan)
+    return Peak(sum(terms.values()), moment, terms, host, streamed_bytes(shape, setup), plan)
 
 
 def least_plan(shape: ModelShape, setup: Setup) -> Plan:

@@ -21,6 +21,7 @@ from unsloth_plugins.core.layers.triton_norm import rms_norm_backward, rms_norm_
 from unsloth_plugins.core.layers.triton_rope import rope_launch
 from unsloth_plugins.core.loss.kernel import chunk_loss_in_place
 from unsloth_plugins.core.mxfp4.kernel import decode_triton
+from unsloth_plugins.core.offload.lookup import lookup_triton
 from unsloth_plugins.core.sink_attention.triton_decode import decode
 
 launched: list[tuple[Any, int, dict[str, Any]]] = []
@@ -37,6 +38,8 @@ def launch_all(dtype: torch.dtype) -> None:
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
+
+    lookup_triton(empty(201088, 2880), empty(8192, of=torch.int64))
 
     tokens, choices, experts, hidden, rank = 8192, 4, 32, 2880, 32
     rows = tokens * choices

@@ -78,6 +78,11 @@ class SimulatedCopies:
     def use(self, tensor_N: torch.Tensor) -> None:
         pass
 
+    def mark(self) -> Copy:
+        """Computing happens at once."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return Copy(nothing, nothing, [])
+
     def is_done(self, mark: Copy) -> bool:
         self._some()
         return mark.done

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +99,65 @@ def test_device_memory_is_that_of_the_rest_and_comes_back_with_undo() -> None:
     assert torch.cuda.max_memory_allocated() - held + size < room
     applied.undo()
     assert all(torch.equal(p, before[name]) and p.is_cuda for name, p in model.named_parameters() if name in before)
+
+
+def _frozen() -> Any:
+    return pack_experts(tiny_gpt_oss(vocab_size=20000)).bfloat16().requires_grad_(False).cuda()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_embedding_is_read_on_the_host_without_waiting(dtype: torch.dtype) -> None:
+    model = _frozen().to(dtype)
+    table = model.model.embed_tokens.weight
+    want, held = table.detach().clone(), torch.cuda.memory_allocated()
+    packed = sum(p.numel() for p in model.parameters() if p.dtype == torch.uint8)
+    applied = apply(model, weights="streamed")
+    assert table.device.type == "cpu" and model.device.type == "cuda"
+    freed = held - torch.cuda.memory_allocated()
+    assert freed >= 0.99 * (packed + table.numel() * table.element_size())
+    ids = torch.randint(0, 20000, (3, 333), device="cuda")
+    model.model.embed_tokens(ids)  # compiles the kernel
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rows = model.model.embed_tokens(ids)
+        few = model.model.embed_tokens(ids.int()[:, ::7])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(rows, want[ids]) and torch.equal(few, want[ids[:, ::7]])
+    applied.undo()
+    assert table.is_cuda and torch.equal(table, want) and next(iter(model.parameters())) is table
+
+
+def test_generates_and_evaluates_as_with_a_resident_embedding() -> None:
+    model, ids = _frozen(), batch_of(2, 16)["input_ids"].cuda()
+    found = []
+    for weights in ("resident", "streamed"):
+        applied = apply(model, weights=weights)
+        tokens = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False)
+        with torch.no_grad():
+            found.append((model(input_ids=ids).logits + 0, tokens))
+        applied.undo()
+    assert all(map(torch.equal, *found))
+
+
+def test_an_id_outside_of_the_table_stops_the_device() -> None:
+    code = """
+import torch
+from conftest import tiny_gpt_oss
+from unsloth_plugins.core import apply
+from unsloth_plugins.core.mxfp4 import pack_experts
+
+model = pack_experts(tiny_gpt_oss()).requires_grad_(False).cuda()
+apply(model, weights="streamed")
+model.model.embed_tokens(torch.tensor([[160]], device="cuda"))
+torch.cuda.synchronize()
+"""
+    tests = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.returncode != 0 and "device-side assert" in done.stderr, done.stderr[-3000:]
 
 
 def test_auto_looks_at_the_memory_that_is_left() -> None:

@@ -147,8 +147,10 @@ def test_measured_step_of_gpt_oss(tokens: int, impl: str, monkeypatch: pytest.Mo
     [("auto", 8192), ("auto", 16384), ("min_memory", 8192), ("min_memory", 32768), ("min_memory", 65536)],
 )
 def test_measured_steps_with_little_memory(policy: Any, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a cap of 15 GiB, where the experts are streamed, and with the least that is held at once."""
+    """Under a cap of 15 GiB, where the experts are streamed, and with the least that is held at once. The embedding was
+    on the device when these rows were measured."""
     save_normalised_tokens(monkeypatch)
+    monkeypatch.setattr(memory, "embedding_bytes", lambda shape: 0)
     (row,) = rows_of("h200-2026-12-02-memory.json", policy=policy, ctx=tokens)
     config = unsloth_plugins.UnslothConfig(memory_policy=policy)
     shape, setup = BUILT_IN["gpt-oss-20b"], Setup("mxfp4", config=config)
@@ -255,7 +257,13 @@ def test_remedies_make_it_fit() -> None:
 def test_streamed_weights_leave_room() -> None:
     small = plan("gpt-oss-20b", gpu="RTX 4080", ctx=16384)  # `auto` streams there
     assert small.fits and small.need is not None and small.need.terms_gib["base weights"] < 4
-    assert small.need.host_gib > memory.packed_bytes(BUILT_IN["gpt-oss-20b"]) * 24 / GIB
+    on_host = memory.packed_bytes(BUILT_IN["gpt-oss-20b"]) * 24 + 201088 * 2880 * 2
+    assert small.need.host_gib > on_host / GIB
+    resident, streamed = (
+        memory.fixed_terms(BUILT_IN["gpt-oss-20b"], Setup("mxfp4", config=unsloth_plugins.UnslothConfig(weights=where)))
+        for where in ("resident", "streamed")
+    )
+    assert resident["base weights"] - streamed["base weights"] == on_host
     assert not plan("gpt-oss-20b", gpu="RTX 4080", ctx=16384, weights="resident").fits
     short, long = (plan("gpt-oss-20b", gpu="RTX 4090", ctx=tokens) for tokens in (8192, 131072))
     assert short.need is not None and long.need is not None and short.fits and long.fits
