@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,29 +84,44 @@ class Base:
             scales = self.source.read(f"{name}_scales", begin, end).to(self.device)
             return decode(blocks, scales).transpose(-1, -2)
         if name in self._bnb:
-            return self._read_bnb(name)[begin:end].to(self.device)
+            return self._read_bnb(name, begin, end)
         return self.source.read(name, begin, end).to(self.device)
 
-    def _read_bnb(self, name: str) -> torch.Tensor:
-        """bitsandbytes' 4 bits: the earlier code in the high nibble, ``absmax`` for each block, itself often 8 bits."""
+    def _read_bnb(self, name: str, begin: int, end: int | None) -> torch.Tensor:
+        """Rows of bitsandbytes' 4 bits, decoded in pieces of whole blocks; blocks don't end where rows do."""
         state = self._bnb[name]
-        packed = self.source.read(name).view(torch.uint8).view(-1)
-        absmax = self.source.read(f"{name}.absmax")
+        shape, block = state["shape"], state["blocksize"]
+        begin, stop, _ = slice(begin, end).indices(shape[0])
+        row = math.prod(shape[1:])
+        rows = max(stop - begin, 0)
+        first, last = begin * row, (begin + rows) * row
+        values = torch.empty(last - first, dtype=getattr(torch, state["dtype"]), device=self.device)
+        step = block << 14
+        for at in range(first - first % block, last, step):
+            part = self._bnb_numbers(name, at, min(at + step, -(-last // block) * block))
+            low, high = max(at, first), min(at + step, last)
+            values[low - first : high - first] = part[low - at : high - at]
+        return values.view(rows, *shape[1:])
+
+    def _bnb_numbers(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Numbers of whole blocks in float32: the earlier code in the high nibble, ``absmax`` for each block, itself
+        often 8 bits."""
+        state, read = self._bnb[name], self.source.read_numbers
+        packed_info = self.source.infos[name]
+        width = packed_info.dtype.itemsize * 2  # numbers in one of the stored ones
+        stored = packed_info.nbytes // packed_info.dtype.itemsize
+        packed = read(name, begin // width, min(-(-end // width), stored)).view(torch.uint8).to(self.device)
+        first, last = begin // state["blocksize"], -(-end // state["blocksize"])
+        absmax = read(f"{name}.absmax", first, last).to(self.device)
         if f"{name}.nested_absmax" in self.source.infos:
-            codes = self.source.read(f"{name}.nested_quant_map")[absmax.int()]
-            outer = self.source.read(f"{name}.nested_absmax")
             size = state["nested_blocksize"]
-            absmax = codes * outer.repeat_interleave(size)[: codes.numel()] + state["nested_offset"]
-        table = self.source.read(f"{name}.quant_map")
-        both = torch.stack((packed >> 4, packed & 15), dim=-1).view(-1)
-        values = torch.empty(both.numel(), dtype=getattr(torch, state["dtype"]))
-        step = state["blocksize"] << 16
-        for at in range(0, both.numel(), step):
-            part = table[both[at : at + step].int()]
-            factors = absmax[at // state["blocksize"] :][: -(-part.numel() // state["blocksize"])]
-            values[at : at + step] = part * factors.repeat_interleave(state["blocksize"])[: part.numel()]
-        shape = state["shape"]
-        return values[: torch.Size(shape).numel()].view(shape)
+            outer = read(f"{name}.nested_absmax", first // size, -(-last // size)).to(self.device)
+            codes = self.source.read(f"{name}.nested_quant_map").to(self.device)[absmax.int()]
+            inside = torch.arange(first, last, device=self.device) // size - first // size
+            absmax = codes * outer[inside] + state["nested_offset"]
+        table = self.source.read(f"{name}.quant_map").to(self.device)
+        both = torch.stack((packed >> 4, packed & 15), dim=-1).view(-1)[: end - begin]
+        return table[both.int()] * absmax.repeat_interleave(state["blocksize"])[: both.numel()]
 
     @property
     def embedding(self) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,6 +65,10 @@ class Source(Protocol):
         """Rows ``begin`` to ``end`` along the first dimension, on the CPU; all of them by default."""
         ...
 
+    def read_numbers(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Numbers ``begin`` to ``end`` of the tensor laid out flat, on the CPU. [end - begin]"""
+        ...
+
 
 class MemoryTensors:
     """Tensors that somebody else holds, on any device.
@@ -80,6 +85,10 @@ class MemoryTensors:
         """See ``Source``."""
         tensor = self._tensors[name].detach()
         return (tensor[begin:end] if tensor.ndim else tensor).cpu()
+
+    def read_numbers(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """See ``Source``."""
+        return self._tensors[name].detach().reshape(-1)[begin:end].cpu()
 
 
 class FileTensors:
@@ -109,16 +118,20 @@ class FileTensors:
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """See ``Source``."""
-        info, (file, offset) = self.infos[name], self._places[name]
-        if not info.shape:
-            begin, shape = 0, info.shape
-        else:
-            begin, stop, _ = slice(begin, end).indices(info.shape[0])
-            shape = (max(stop - begin, 0), *info.shape[1:])
-            offset += begin * Info(info.dtype, info.shape[1:]).nbytes
-        size = Info(info.dtype, shape).nbytes
+        shape = self.infos[name].shape
+        if not shape:
+            return self.read_numbers(name, 0, 1).view(())
+        begin, end, _ = slice(begin, end).indices(shape[0])
+        shape = (max(end - begin, 0), *shape[1:])
+        row = math.prod(shape[1:])
+        return self.read_numbers(name, begin * row, (begin + shape[0]) * row).view(shape)
+
+    def read_numbers(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """See ``Source``."""
+        dtype, (file, offset) = self.infos[name].dtype, self._places[name]
+        offset, size = offset + begin * dtype.itemsize, (end - begin) * dtype.itemsize
         if not size:
-            return torch.empty(shape, dtype=info.dtype)
+            return torch.empty(0, dtype=dtype)
         data = bytearray(size)
         with file.open("rb", buffering=0) as stream:
             stream.seek(offset)
@@ -127,7 +140,7 @@ class FileTensors:
                 done += count
         if done < size:
             raise _cut_off(file)
-        return torch.frombuffer(data, dtype=info.dtype).view(shape)
+        return torch.frombuffer(data, dtype=dtype)
 
 
 def _cut_off(file: Path) -> ExportError:

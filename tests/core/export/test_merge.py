@@ -30,7 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export import merge, merge_model, record_base
-from unsloth_plugins.core.export.base import base_of_model, open_base
+from unsloth_plugins.core.export.base import Base, base_of_model, open_base
+from unsloth_plugins.core.export.tensors import MemoryTensors
 from unsloth_plugins.core.mxfp4 import decode, load_mxfp4
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -229,6 +230,51 @@ def test_case_16_bitsandbytes_base_is_dequantised_as_in_training(tmp_path: Path)
                 a, b = (adapter[f"base_model.model.{name.replace('weight', f'lora_{part}.weight')}"] for part in "AB")
                 weight = (weight.float() + b @ a * 2).bfloat16()
             assert torch.equal(got[name], weight), name
+
+
+class _Counting(MemoryTensors):
+    """Counts the bytes that are read."""
+
+    read_bytes = 0
+
+    def read_numbers(self, name: str, begin: int, end: int) -> torch.Tensor:
+        found = super().read_numbers(name, begin, end)
+        self.read_bytes += found.nbytes
+        return found
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        found = super().read(name, begin, end)
+        self.read_bytes += found.nbytes
+        return found
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("nested", [True, False])
+def test_case_16_rows_of_four_bits_read_their_own_blocks_only(nested: bool, storage: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
+    rows, width = 300, 110  # rows begin and end within blocks of 64
+    draw = torch.Generator().manual_seed(0)
+    packed, state = functional.quantize_4bit(
+        torch.randn(rows, width, generator=draw), compress_statistics=nested, quant_storage=storage
+    )
+    source = _Counting({"w": packed} | {f"w.{key}": value for key, value in state.as_dict(packed=True).items()})
+    base = Base(source, {})
+    # the same numbers in one row of whole blocks, which bitsandbytes decodes rightly on a CPU
+    state.shape = torch.Size((1, -(-rows * width // 64) * 64))
+    padded = torch.cat((packed.view(torch.uint8).flatten(), torch.zeros(32, dtype=torch.uint8)))
+    flat = functional.dequantize_4bit(padded[: state.shape[1] // 2].view(storage).view(-1, 1), state)
+    want = flat.flatten()[: rows * width].view(rows, width)
+    source.read_bytes = 0
+    assert torch.equal(base.read("w"), want)
+    once = source.read_bytes
+    source.read_bytes = 0
+    for begin in range(0, rows, 25):
+        assert torch.equal(base.read("w", begin, begin + 25), want[begin : begin + 25]), begin
+    tables = 12 * 4 * (16 + 256)
+    assert once < 1.2 * packed.nbytes + tables
+    assert source.read_bytes < 1.3 * once + tables
+    for begin, end in ((299, 300), (0, 1), (7, 7), (298, 400)):
+        assert torch.equal(base.read("w", begin, end), want[begin:end])
 
 
 def test_case_16_live_bitsandbytes_model_is_merged_as_it_computes(tmp_path: Path) -> None:
