@@ -17,6 +17,7 @@ from unsloth_plugins.core.export.tensors import Info, MemoryTensors, Source, ope
 from unsloth_plugins.core.mxfp4.codec import BLOCK, decode
 
 PIECE_BYTES = 4 << 20  # of a piece in float32
+_SAMPLES, _SAMPLE = 16, 512  # of a tensor for the fingerprint, and numbers in each
 _BNB_STATE = ".quant_state.bitsandbytes__"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
@@ -198,14 +199,18 @@ def _sha256(source: Source, name: str) -> str:
 
 
 def fingerprint(source: Source) -> str:
-    """A quick hash that tells models apart: all names, dtypes and shapes, and the first and last row of each tensor."""
+    """A quick hash that tells models apart: all names, dtypes and shapes, and samples spread evenly over each tensor.
+
+    It sees every training that moves a tensor as a whole, and may miss a change of a few rows or numbers.
+    """
     digest = hashlib.sha256()
     for name in sorted(source.infos):
         info = source.infos[name]
         digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
-        if info.shape and info.shape[0]:
-            for begin in (0, info.shape[0] - 1):
-                digest.update(raw_bytes(source.read(name, begin, begin + 1).flatten()[:4096]))
+        count = math.prod(info.shape)
+        last = max(count - _SAMPLE, 0)
+        for begin in sorted({last * part // (_SAMPLES - 1) for part in range(_SAMPLES)}):
+            digest.update(raw_bytes(source.read_numbers(name, begin, min(begin + _SAMPLE, count))))
     return digest.hexdigest()
 
 

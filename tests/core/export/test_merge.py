@@ -30,8 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export import merge, merge_model, record_base
-from unsloth_plugins.core.export.base import Base, base_of_model, open_base
-from unsloth_plugins.core.export.tensors import MemoryTensors
+from unsloth_plugins.core.export.base import Base, base_of_model, fingerprint, open_base
+from unsloth_plugins.core.export.tensors import MemoryTensors, open_folder
 from unsloth_plugins.core.mxfp4 import decode, load_mxfp4
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -486,6 +486,23 @@ def test_another_base_is_refused_by_name_unless_allowed(tmp_path: Path) -> None:
                 merge(base, tmp_path / "adapter", tmp_path / "none")
     record_base(tmp_path / "adapter", base)
     merge(copy, tmp_path / "adapter", tmp_path / "recorded")
+
+
+def test_the_fingerprint_sees_the_middle_of_a_tensor(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 400, 30, generator=draw)
+    content = {"w": weight, "empty": torch.empty(0, 3), "scalar": torch.tensor(1.0), "short": torch.arange(5)}
+    save_file(content, tmp_path / "model.safetensors")
+    before = fingerprint(MemoryTensors(content))
+    assert fingerprint(open_folder(tmp_path)) == before
+    for slices in ((slice(3, 5),), (slice(None), slice(200, 300)), (slice(None), slice(None), slice(7, 8))):
+        other = weight.clone()
+        other[slices] += 1e-3
+        assert fingerprint(MemoryTensors(content | {"w": other})) != before, slices
+    assert fingerprint(MemoryTensors(content | {"scalar": torch.tensor(2.0)})) != before
+    source = _Counting(content | {"w": torch.zeros(300, 300, 30)})
+    fingerprint(source)
+    assert source.read_bytes < 40_000
 
 
 @pytest.mark.parametrize(
