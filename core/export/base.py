@@ -155,10 +155,6 @@ class Base:
             found += [key for key in self.source.infos if key.startswith(f"{name}.")]
         return found
 
-    def hashes(self, name: str) -> dict[str, str]:
-        """sha256 of the stored tensors behind a dense one, read in pieces."""
-        return {key: _sha256(self.source, key) for key in self.stored(name)}
-
 
 def _check_method(config: dict[str, Any]) -> None:
     for part in (config, config.get("text_config") or {}):
@@ -189,13 +185,6 @@ def spans(info: Info, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int
     step = max(piece_bytes // row, 1)
     for begin in range(0, info.shape[0], step):
         yield begin, min(begin + step, info.shape[0])
-
-
-def _sha256(source: Source, name: str) -> str:
-    digest = hashlib.sha256()
-    for begin, end in spans(source.infos[name]):
-        digest.update(raw_bytes(source.read(name, begin, end)))
-    return digest.hexdigest()
 
 
 def fingerprint(source: Source) -> str:

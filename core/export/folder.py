@@ -67,7 +67,8 @@ def appearing(target: Path, *, resumable: bool = False) -> Iterator[Path]:
     Args:
         target: must not exist.
         resumable: what a killed run left behind under the hidden name is still there, for the block to judge. Otherwise
-            it is removed. An interrupt from the keyboard leaves it too, an error removes it.
+            it is removed. An interrupt from the keyboard and an error of the operating system, such as a full disk,
+            leave it too; any other error removes it.
 
     Raises:
         ExportError: ``target`` exists.
@@ -106,21 +107,27 @@ def appearing_files(targets: Sequence[Path]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def scratch(target: Path) -> Iterator[Path]:
+    """A hidden folder beside ``target``, for what is needed while it is made. A killed run's is removed first.
+
+    Raises:
+        ConflictError: another process has it now.
+    """
+    place = target.parent / f".{target.name}.scratch"
+    with _locked(target, place.with_name(f"{place.name}.lock")):
+        remove(place)
+        place.mkdir()
+        try:
+            yield place
+        finally:
+            remove(place)
+
+
+@contextlib.contextmanager
 def _hidden(target: Path, resumable: bool = False) -> Iterator[Path]:
     check_new(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
     hidden = hidden_name(target)
-    with (target.parent / f".{target.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
-                raise BlockingIOError  # the last holder removed this file after it was opened here
-        except OSError as error:
-            raise ConflictError(
-                expected=f"one process that writes {target}",
-                got="another one, which has locked it",
-                remedy="Wait for it, or choose another name.",
-            ) from error
+    with _locked(target, target.parent / f".{target.name}.lock"):
         keep = False
         try:
             if not resumable:
@@ -132,7 +139,26 @@ def _hidden(target: Path, resumable: bool = False) -> Iterator[Path]:
         finally:
             if not keep:
                 remove(hidden)
-            Path(lock.name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(target: Path, file: Path) -> Iterator[None]:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
+                raise BlockingIOError  # the last holder removed this file after it was opened here
+        except OSError as error:
+            raise ConflictError(
+                expected=f"one process that writes {target}",
+                got="another one, which has locked it",
+                remedy="Wait for it, or choose another name.",
+            ) from error
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
 
 
 def _appear(hidden: Path, target: Path) -> None:

@@ -15,15 +15,23 @@ from typing import Any
 
 from unsloth_plugins.core.export.folder import remove
 from unsloth_plugins.core.export.packed import Requantised
+from unsloth_plugins.core.export.tensors import Report
 
 _log = logging.getLogger(__name__)
 NAME = "unfinished.json"
+_PIECE_BYTES = 4 << 20
 
 
-def file_hash(path: Path) -> str:
+def file_hash(path: Path, report: Report | None = None) -> str:
     """sha256 of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    digest, done = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as stream:
+        while data := stream.read(_PIECE_BYTES):
+            digest.update(data)
+            done += len(data)
+            if report:
+                report(done, f"hash of {path.name}")
+    return digest.hexdigest()
 
 
 class Journal:
@@ -35,7 +43,7 @@ class Journal:
         errors: of requantised tensors; those of finished files are entered.
 
     Attributes:
-        resumed: names of the files that were taken over.
+        resumed: names of the files that were taken over, each when its hash was found right.
         note: why nothing could be taken over, if something was there.
     """
 
@@ -53,25 +61,23 @@ class Journal:
         for path in place.iterdir():
             if path.name not in (NAME, *self._files):
                 remove(path)
-        for name in list(self._files):
-            entry, path = self._files[name], place / name
-            if path.is_file() and path.stat().st_size == entry["size"] and file_hash(path) == entry["sha256"]:
-                continue
-            path.unlink(missing_ok=True)
-            del self._files[name]
         if self._files and found is not None:
             errors.update({name: Requantised(**error) for name, error in found["errors"].items()})
         if self.note:
             _log.warning(self.note)
         self._save()
 
-    def take(self, name: str) -> str | None:
+    def take(self, name: str, report: Report) -> str | None:
         """The sha256 of a file that is complete already; ``None`` if it must be written."""
-        entry = self._files.get(name)
+        entry, path = self._files.get(name), self._path.parent / name
         if entry is None:
             return None
-        self.resumed.append(name)
-        return str(entry["sha256"])
+        if path.is_file() and path.stat().st_size == entry["size"] and file_hash(path, report) == entry["sha256"]:
+            self.resumed.append(name)
+            return str(entry["sha256"])
+        path.unlink(missing_ok=True)
+        del self._files[name]
+        return None
 
     def add(self, path: Path, sha256: str) -> None:
         """Enter a file that is complete and on the disk."""

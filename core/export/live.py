@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.adapter import Adapter, check_kind
 from unsloth_plugins.core.export.base import Base, base_of_model, fingerprint, open_base
-from unsloth_plugins.core.export.folder import check_new, check_space
+from unsloth_plugins.core.export.folder import check_new, check_space, scratch
 from unsloth_plugins.core.export.merge import SHARD_BYTES, MergeReport, check_dtype, write_merged
 from unsloth_plugins.core.export.provenance import record_base
 from unsloth_plugins.core.export.tensors import Progress, Source
@@ -44,7 +43,7 @@ def merge_model(
     name_or_path = str(getattr(model.config, "name_or_path", "") or "")
     folder = _folder(name_or_path, getattr(model.config, "_commit_hash", None))
     with contextlib.ExitStack() as stack:
-        saved = Path(adapter_output or stack.enter_context(tempfile.TemporaryDirectory(dir=_parent(output))))
+        saved = Path(adapter_output or stack.enter_context(scratch(Path(output))))
         model.save_pretrained(saved, selected_adapters=[active])
         saved = saved if active == "default" else saved / active
         if tokenizer is not None:
@@ -138,9 +137,3 @@ def _folder(name_or_path: str, revision: str | None) -> Path | None:
         return Path(snapshot_download(name_or_path, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-
-
-def _parent(output: str | Path) -> Path:
-    parent = Path(output).resolve().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    return parent

@@ -19,7 +19,15 @@ from unsloth_plugins.core.export.folder import appearing, check_space, cleaned_c
 from unsloth_plugins.core.export.journal import Journal
 from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.packed import Requantised, packed_outputs, quantization_of
-from unsloth_plugins.core.export.provenance import MANIFEST, check_base, manifest_of, plan_of
+from unsloth_plugins.core.export.provenance import (
+    MANIFEST,
+    base_hashes,
+    check_base,
+    hashes_of,
+    manifest_of,
+    plan_of,
+    stored_behind,
+)
 from unsloth_plugins.core.export.tensors import FileTensors, Info, Output, Progress, write_shards
 
 _log = logging.getLogger(__name__)
@@ -78,7 +86,7 @@ def merge(
         max_shard_bytes: of one weight file; a larger tensor gets a file of its own.
         allow_other_base: merge although the adapter names another base.
         device: where the sums are computed, piece by piece: "cpu", "cuda".
-        progress: called with bytes done, bytes in all, and the tensor's name.
+        progress: called with bytes done, bytes in all (written, and read again for hashes), and a name.
 
     Raises:
         ExportError: something is missing or doesn't fit, another base, or too little disk. Before anything is written.
@@ -162,10 +170,19 @@ def write_merged(
     if base.tied and not merged.tied:
         notes.append("The head is no longer the embedding: it was written as a tensor of its own.")
     options = dict(dtype=dtype, max_shard_bytes=max_shard_bytes, device=str(base.device))
-    plan = plan_of(base.source, adapters, outputs, where, **options)
+    adapter_hashes = [hashes_of(one) for one in adapters]
+    plan = plan_of(base.source, adapters, adapter_hashes, outputs, where, **options)
+    hashed = stored_behind(base, report.merged)
+    written = sum(one.info.nbytes for one in outputs)
+    total = written + sum(base.source.infos[key].nbytes for key in hashed)
+
+    def show(done: int, name: str) -> None:
+        if progress:
+            progress(done, total, name)
+
     with appearing(output, resumable=isinstance(base.source, FileTensors)) as place:
         journal = Journal(place, plan, report.requantised)
-        hashes = write_shards(place, outputs, max_bytes=max_shard_bytes, finished=journal, progress=progress)
+        hashes = write_shards(place, outputs, max_bytes=max_shard_bytes, finished=journal, report=show)
         report.files, report.resumed = list(hashes), journal.resumed
         if journal.note:
             notes.append(journal.note)
@@ -173,11 +190,12 @@ def write_merged(
         for name, text in (extra_files or {}).items():
             (place / name).write_text(text, encoding="utf-8")
         manifest = manifest_of(
-            merged,
             adapters,
             dtype,
             where,
             changed=report.merged,
+            adapter_hashes=adapter_hashes,
+            base_sha256=base_hashes(base.source, hashed, lambda done, name: show(written + done, name)),
             requantised=report.requantised,
             notes=notes,
             files=hashes,

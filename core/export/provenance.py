@@ -14,11 +14,10 @@ from typing import Any
 
 from unsloth_plugins.core.errors import ExportError, UnsupportedError
 from unsloth_plugins.core.export.adapter import Adapter
-from unsloth_plugins.core.export.base import fingerprint, open_base
+from unsloth_plugins.core.export.base import Base, fingerprint, open_base, spans
 from unsloth_plugins.core.export.journal import file_hash
-from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.packed import Requantised
-from unsloth_plugins.core.export.tensors import FileTensors, Output, Source, read_json
+from unsloth_plugins.core.export.tensors import FileTensors, Output, Report, Source, raw_bytes, read_json
 
 _log = logging.getLogger(__name__)
 MANIFEST = "export_manifest.json"
@@ -95,13 +94,19 @@ def _same_name(named: str, given: str, folder: Path, source: Source) -> bool | N
 
 
 def plan_of(
-    source: Source, adapters: Sequence[Adapter], outputs: Sequence[Output], where: Mapping[str, str], **options: Any
+    source: Source,
+    adapters: Sequence[Adapter],
+    adapter_hashes: Sequence[Mapping[str, str]],
+    outputs: Sequence[Output],
+    where: Mapping[str, str],
+    **options: Any,
 ) -> dict[str, Any]:
     """Everything that the bytes of the weight files depend on; two merges of equal plans write equal files.
 
     Args:
         source: the base's tensors.
         adapters: in the order in which they are added.
+        adapter_hashes: of each, from ``hashes_of``.
         outputs: the tensors that will be written.
         where: what the manifest says of the base.
         options: of the merge.
@@ -110,25 +115,46 @@ def plan_of(
     layout = [[one.name, str(one.info.dtype), list(one.info.shape)] for one in outputs]
     return {
         "base": [where["base_fingerprint"], *([p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files)],
-        "adapters": [[*_adapter_hashes(one).values(), one.weight] for one in adapters],
+        "adapters": [[*hashes.values(), one.weight] for one, hashes in zip(adapters, adapter_hashes, strict=True)],
         "options": options,
         "tensors": hashlib.sha256(json.dumps(layout).encode()).hexdigest(),
         "versions": _versions("unsloth-plugins", "torch", "bitsandbytes"),
     }
 
 
-def _adapter_hashes(adapter: Adapter) -> dict[str, str]:
+def hashes_of(adapter: Adapter) -> dict[str, str]:
+    """sha256 of an adapter's two files."""
     config = adapter.folder / "adapter_config.json"
     return {"sha256": file_hash(adapter.file), "config_sha256": file_hash(config)}
 
 
+def stored_behind(base: Base, names: Sequence[str]) -> list[str]:
+    """The stored tensors behind those of ``names`` that the base has."""
+    return [key for name in names if name in base.infos for key in base.stored(name)]
+
+
+def base_hashes(source: Source, names: Sequence[str], report: Report) -> dict[str, str]:
+    """sha256 of stored tensors, read in pieces."""
+    hashes, done = {}, 0
+    for name in names:
+        digest = hashlib.sha256()
+        for begin, end in spans(source.infos[name]):
+            data = raw_bytes(source.read(name, begin, end))
+            digest.update(data)
+            done += data.nbytes
+            report(done, f"hash of {name}")
+        hashes[name] = digest.hexdigest()
+    return hashes
+
+
 def manifest_of(
-    merged: Merged,
     adapters: Sequence[Adapter],
     dtype: str,
     where: Mapping[str, str],
     *,
     changed: Sequence[str],
+    adapter_hashes: Sequence[Mapping[str, str]],
+    base_sha256: Mapping[str, str],
     requantised: Mapping[str, Requantised],
     notes: Sequence[str],
     files: Mapping[str, str],
@@ -136,16 +162,14 @@ def manifest_of(
     """The content of ``export_manifest.json``: base, adapters, merged tensors and files, each with hashes.
 
     Args:
-        merged, adapters, dtype: what was written.
+        adapters, dtype: what was written.
         where: where the base came from, and its fingerprint.
         changed: names of the tensors that differ from the base's.
+        adapter_hashes: of each adapter, from ``hashes_of``.
+        base_sha256: of the stored tensors behind those, from ``base_hashes``.
         requantised, notes: of the report.
         files: names of the weight files -> sha256.
     """
-    hashes: dict[str, str] = {}
-    for name in changed:
-        if name in merged.base.infos:
-            hashes |= merged.base.hashes(name)
     return {
         **where,
         "dtype": dtype,
@@ -154,13 +178,13 @@ def manifest_of(
                 "folder": str(adapter.folder),
                 "weight": adapter.weight,
                 "file": adapter.file.name,
-                **_adapter_hashes(adapter),
+                **hashes,
                 "named_base": adapter.config.get("base_model_name_or_path"),
             }
-            for adapter in adapters
+            for adapter, hashes in zip(adapters, adapter_hashes, strict=True)
         ],
         "merged": list(changed),
-        "base_sha256": hashes,
+        "base_sha256": dict(base_sha256),
         "requantised": {name: vars(error) for name, error in requantised.items()},
         "notes": list(notes),
         "files": dict(files),

@@ -239,7 +239,9 @@ class Output:
 
 
 Progress = Callable[[int, int, str], None]
-"""Called with bytes done, bytes in all, and the tensor's name."""
+"""Called with bytes done, bytes in all, and the name of the tensor, or of what is hashed: both are in the bytes."""
+Report = Callable[[int, str], None]
+"""Called with the bytes done by one part of the work, and the name."""
 
 
 def shards_of(outputs: Sequence[Output], max_bytes: int) -> list[list[Output]]:
@@ -264,8 +266,8 @@ def shards_of(outputs: Sequence[Output], max_bytes: int) -> list[list[Output]]:
 class Finished(Protocol):
     """Remembers which files are complete."""
 
-    def take(self, name: str) -> str | None:
-        """The sha256 of a file that is there already."""
+    def take(self, name: str, report: Report) -> str | None:
+        """The sha256 of a file that is there already, and reads as it was written."""
         ...
 
     def add(self, path: Path, sha256: str) -> None:
@@ -274,7 +276,7 @@ class Finished(Protocol):
 
 
 def write_shards(
-    folder: Path, outputs: Sequence[Output], *, max_bytes: int, finished: Finished, progress: Progress | None = None
+    folder: Path, outputs: Sequence[Output], *, max_bytes: int, finished: Finished, report: Report
 ) -> dict[str, str]:
     """Write ``model.safetensors``, or numbered shards and their index; one piece is in memory at a time.
 
@@ -283,7 +285,7 @@ def write_shards(
         outputs: the tensors in order.
         max_bytes: of one file; a larger tensor gets a file of its own.
         finished: files that it has are left as they are.
-        progress: called with bytes done, bytes in all, and the tensor's name.
+        report: called with bytes done; a file that is left counts as it is read.
 
     Returns:
         The files' names, and the sha256 of each.
@@ -300,24 +302,24 @@ def write_shards(
         several = len(shards) > 1
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if several else "model.safetensors"
         weight_map.update({output.name: file for output in shard})
-        there = finished.take(file)
+        size = sum(output.info.nbytes for output in shard)
+
+        def inside(part: int, name: str, before: int = done, size: int = size) -> None:
+            report(before + min(part, size), name)  # of a file that is there its header is read as well
+
+        there = finished.take(file, inside)
         if there is None:
-
-            def report(part: int, name: str, before: int = done) -> None:
-                if progress:
-                    progress(before + part, total, name)
-
-            there = _write_shard(folder / file, shard, report)
+            there = _write_shard(folder / file, shard, inside)
             finished.add(folder / file, there)
         hashes[file] = there
-        done += sum(output.info.nbytes for output in shard)
+        done += size
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return hashes
 
 
-def _write_shard(path: Path, shard: Sequence[Output], report: Callable[[int, str], None]) -> str:
+def _write_shard(path: Path, shard: Sequence[Output], report: Report) -> str:
     digest = hashlib.sha256()
     done = 0
     with path.open("wb") as stream:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import random
 import shutil
 import signal
 import subprocess
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from merge_cases import save_llama, save_packed, tensors, train_llama, train_packed
+from merge_cases import save_llama, save_packed, small_tokenizer, tensors, train_llama, train_packed
 from safetensors.torch import save_file
 
 from unsloth_plugins.core.errors import ConflictError, ExportError
@@ -31,6 +33,7 @@ die_at = float(sys.argv[5]) if sys.argv[5:] else 2
 def progress(done, total, name):
     if done >= die_at * total:
         os.kill(os.getpid(), signal.SIGKILL)
+print("begin", flush=True)
 report = merge(base, adapter, out, max_shard_bytes=int(shard), progress=progress)
 print(len(report.resumed), file=sys.stderr)
 (peak,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]  # ru_maxrss counts the parent too
@@ -72,7 +75,7 @@ def test_case_14_memory_is_bounded_by_the_shard(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MERGE, str(base), str(adapter), str(tmp_path / "out"), str(shard)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     largest = max(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
-    assert largest < shard + 10_000 and int(done.stdout) <= 2 * largest + 300e6
+    assert largest < shard + 10_000 and int(done.stdout.split()[-1]) <= 2 * largest + 300e6
     before, after = tensors(base), tensors(tmp_path / "out")
     lora = tensors(adapter)
     name = "model.layers.3.self_attn.q_proj"
@@ -90,38 +93,120 @@ def test_case_14_refuses_first_when_the_disk_is_small(tmp_path: Path, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
 
 
+def _visible(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _weights(folder: Path) -> dict[str, str]:
+    return {name: digest for name, digest in _digest(folder).items() if "json" not in name}
+
+
 @pytest.mark.slow
-def test_case_14_killed_at_any_point_nothing_looks_complete(tmp_path: Path) -> None:
+def test_case_14_killed_at_any_time_nothing_looks_complete(tmp_path: Path) -> None:
     base, adapter = _large(tmp_path, layers=6)
     kept = _digest(base), _digest(adapter)
     out = tmp_path / "out"
     command = [sys.executable, "-c", MERGE, str(base), str(adapter), str(out), "20000000"]
+
+    def start() -> subprocess.Popen[str]:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "begin\n"  # imports are over
+        return process
+
+    process = start()
     begin = time.monotonic()
-    subprocess.run(command, check=True, capture_output=True)
+    process.communicate()
     whole = time.monotonic() - begin
-    reference = _digest(out)
+    reference = _weights(out)
+    assert len(reference) == 6
     shutil.rmtree(out)
-    seen = 0
-    for step in range(10):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(whole * (0.45 + 0.05 * step))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        seen += (tmp_path / ".out.incomplete").exists()
-        if out.exists():  # it was faster than the signal: then everything is there
-            assert _digest(out).keys() == reference.keys()
+    times = random.Random(14)
+    killed = 0
+    for turn in range(40):
+        process = start()
+        time.sleep(times.uniform(0, whole))
+        process.kill()
+        process.communicate()
+        assert (_digest(base), _digest(adapter)) == kept
+        if process.returncode == 0:  # it was faster than the signal: then everything is there
+            assert _weights(out) == reference
+        else:
+            killed += 1
+            assert _visible(tmp_path) == ["adapter", "base"] + ["out"] * out.exists()  # killed after the rename
+        if out.exists() or turn % 2:  # every other time another one is killed on top
+            if not out.exists():
+                subprocess.run(command, check=True, capture_output=True)
+            assert _weights(out) == reference
             shutil.rmtree(out)
-    assert seen > 0
-    shutil.rmtree(tmp_path / ".out.incomplete", ignore_errors=True)
-    for share in (0.3, 0.5, 0.8, 2):  # killed again and again, each time going on from the last
+        if killed == 8:
+            break
+    assert killed == 8
+
+
+@pytest.mark.slow
+def test_case_14_killed_again_and_again_it_goes_on_from_the_last(tmp_path: Path) -> None:
+    base, adapter = _large(tmp_path, layers=6)
+    merge(base, adapter, tmp_path / "reference", max_shard_bytes=20_000_000)
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", MERGE, str(base), str(adapter), str(out), "20000000"]
+    for share in (0.15, 0.25, 0.4, 2):  # the second half of the bytes are those of hashes
         done = subprocess.run([*command, str(share)], capture_output=True, text=True)
         assert done.returncode == (0 if share == 2 else -signal.SIGKILL), done.stderr
         assert out.exists() is (share == 2)
     assert int(done.stderr.split()[-1]) == 4  # of 6 files
-    assert {k: v for k, v in _digest(out).items() if "json" not in k} == {
-        k: v for k, v in reference.items() if "json" not in k
-    }
+    assert _weights(out) == _weights(tmp_path / "reference")
+    shutil.rmtree(tmp_path / "reference")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out"]
+
+
+GGUF = """
+import os, signal, sys
+from unsloth_plugins.core.export import export_gguf
+base, adapter, out, die_at = sys.argv[1:]
+def progress(done, total, name):
+    if done >= float(die_at) * total:
+        os.kill(os.getpid(), signal.SIGKILL)
+export_gguf(base, out, adapter=adapter, quant="f16", progress=progress)
+"""
+LIVE = """
+import os, signal, sys
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+from unsloth_plugins.core.export import merge_model
+base, adapter, out, die_at = sys.argv[1:]
+def progress(done, total, name):
+    if done >= float(die_at) * total:
+        os.kill(os.getpid(), signal.SIGKILL)
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+merge_model(model, out, max_shard_bytes=20_000, progress=progress)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "name"), [(GGUF, "out.gguf"), (LIVE, "out")])
+def test_a_killed_export_and_a_killed_live_merge_start_over(tmp_path: Path, script: str, name: str) -> None:
+    if script == GGUF:
+        pytest.importorskip("gguf", reason="needs gguf")
+    base, adapter, out = save_llama(tmp_path / "base"), tmp_path / "adapter", tmp_path / name
+    small_tokenizer().save_pretrained(base)
+    train_llama(base, adapter)
+    kept = _digest(base), _digest(adapter)
+
+    def run(share: float) -> int:
+        command = [sys.executable, "-c", script, str(base), str(adapter), str(out), str(share)]
+        return subprocess.run(command, capture_output=True).returncode
+
+    assert run(2) == 0
+    reference = _weights(out) if out.is_dir() else out.read_bytes()
+    shutil.rmtree(out) if out.is_dir() else out.unlink()
+    shares = random.Random(17)
+    for _ in range(3):
+        assert run(shares.random()) == -signal.SIGKILL
+        assert _visible(tmp_path) == ["adapter", "base"] and len(list(tmp_path.iterdir())) > 2
+        assert (_digest(base), _digest(adapter)) == kept
+    assert run(2) == 0
+    assert (_weights(out) if out.is_dir() else out.read_bytes()) == reference
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", name]
     assert (_digest(base), _digest(adapter)) == kept
 
 
@@ -140,7 +225,7 @@ def test_an_interrupted_merge_goes_on_after_its_finished_files(tmp_path: Path, d
     options: dict[str, Any] = dict(dtype=dtype, max_shard_bytes=20_000)  # cuts between blocks and scales too
     wanted = merge(base, tmp_path / "adapter", tmp_path / "wanted", **options)
     assert len(wanted.files) > 8 and wanted.resumed == []
-    for share in (0.4, 0.7):
+    for share in (0.25, 0.45):
         with pytest.raises(KeyboardInterrupt):
             merge(base, tmp_path / "adapter", tmp_path / "out", progress=_interrupt_after(share), **options)
         assert not (tmp_path / "out").exists() and (tmp_path / ".out.incomplete").is_dir()
@@ -151,13 +236,59 @@ def test_an_interrupted_merge_goes_on_after_its_finished_files(tmp_path: Path, d
     )
     assert len(report.resumed) > 5 and wanted.files[0] in report.resumed and wanted.files[1] not in report.resumed
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
-    assert written == {name for name, file in index.items() if file not in report.resumed}
+    hashed = {name.removeprefix("hash of ") for name in written if name.startswith("hash of ")}
+    assert hashed >= set(report.resumed)
+    tensors_written = {name for name in written if not name.startswith("hash of ")}
+    assert tensors_written == {name for name, file in index.items() if file not in report.resumed}
     assert report.requantised == wanted.requantised
     got, want = _digest(tmp_path / "out"), _digest(tmp_path / "wanted")
     assert got == want
     files = json.loads((tmp_path / "out" / "export_manifest.json").read_text())["files"]
     assert files == {name: got[name] for name in report.files}
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_disk_that_fills_up_late_costs_no_finished_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_llama(tmp_path / "base")
+    train_llama(base, tmp_path / "adapter")
+    options: dict[str, Any] = dict(dtype="fp32", max_shard_bytes=20_000)
+    wanted = merge(base, tmp_path / "adapter", tmp_path / "wanted", **options)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", full)  # after the last weight file
+        with pytest.raises(OSError, match="No space left"):
+            merge(base, tmp_path / "adapter", tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    assert merge(base, tmp_path / "adapter", tmp_path / "out", **options).resumed == wanted.files
+    assert _digest(tmp_path / "out") == _digest(tmp_path / "wanted")
+
+
+def test_the_progress_ends_with_the_work(tmp_path: Path) -> None:
+    base = save_packed(tmp_path / "base")
+    train_packed(base, tmp_path / "adapter")
+    calls: list[tuple[int, int, str]] = []
+
+    def note(done: int, total: int, name: str) -> None:
+        calls.append((done, total, name))
+
+    options: dict[str, Any] = dict(dtype="mxfp4", max_shard_bytes=20_000)
+    with pytest.raises(KeyboardInterrupt):
+        merge(base, tmp_path / "adapter", tmp_path / "out", progress=_interrupt_after(0.3), **options)
+    report = merge(base, tmp_path / "adapter", tmp_path / "out", progress=note, **options)
+    manifest = json.loads((tmp_path / "out" / "export_manifest.json").read_text())
+    (total,) = {total for _, total, _ in calls}
+    before = tensors(base)
+    hashed = sum(before[name].nbytes for name in manifest["base_sha256"])
+    assert total == hashed + sum(tensor.nbytes for tensor in tensors(tmp_path / "out").values())
+    done = [done for done, _, _ in calls]
+    assert done == sorted(done) and done[-1] == total
+    names = list(dict.fromkeys(name for _, _, name in calls))
+    assert len(report.resumed) > 2
+    assert names[: len(report.resumed)] == [f"hash of {name}" for name in report.resumed]
+    assert names[-len(manifest["base_sha256"]) :] == [f"hash of {name}" for name in manifest["base_sha256"]]
 
 
 def test_what_an_interrupted_merge_of_something_else_left_is_not_used(tmp_path: Path) -> None:
