@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_gpt_oss, tiny_llama
+from conftest import batch_of, tiny_gpt_oss, tiny_llama
 from merge_cases import (
     ATTENTION,
     logits,
@@ -189,6 +189,33 @@ def test_case_16_packed_again_only_where_merged(tmp_path: Path) -> None:
     assert manifest["files"] == {file: hashlib.sha256((tmp_path / "out" / file).read_bytes()).hexdigest()}
     stored_adapter = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
     assert manifest["adapters"][0]["sha256"] == hashlib.sha256(stored_adapter).hexdigest()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_case_16_stock_transformers_loads_packed_output(tmp_path: Path, trained: bool) -> None:
+    base = save_packed(tmp_path / "base")
+    train_packed(base, tmp_path / "adapter")
+    merge(base, tmp_path / "adapter" if trained else [], tmp_path / "out", dtype="mxfp4")
+    code = """
+import sys, torch
+from transformers import AutoModelForCausalLM, Mxfp4Config
+folder, ids, out = sys.argv[1:]
+model, info = AutoModelForCausalLM.from_pretrained(
+    folder, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True), output_loading_info=True
+)
+assert "unsloth_plugins.core" not in sys.modules
+assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+experts = [name for name, parameter in model.named_parameters() if "experts" in name and parameter.ndim == 3]
+assert len(experts) == 8, experts
+with torch.no_grad():
+    torch.save(model.eval()(**torch.load(ids)).logits.float(), out)
+"""
+    torch.save(batch_of(2, 33, seed=0), tmp_path / "ids.pt")
+    command = [sys.executable, "-c", code, *(str(tmp_path / name) for name in ("out", "ids.pt", "logits.pt"))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    want = logits(load_mxfp4(tmp_path / "out", dtype=torch.float32))
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), want, rtol=0, atol=1e-5)
 
 
 def test_case_16_dense_base_can_be_packed(tmp_path: Path) -> None:
