@@ -226,7 +226,7 @@ def resolve_folder(path_or_id: str | Path) -> Path:
     except Exception as error:
         raise ExportError(
             expected="a model folder, or a hub id that can be fetched or is in the cache",
-            got=f"{path_or_id} ({type(error).__name__})",
+            got=f"{path_or_id}: no such folder here, and nothing from the hub ({type(error).__name__})",
             remedy="Give the folder that holds config.json and the safetensors files.",
         ) from error
 

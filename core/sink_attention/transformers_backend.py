@@ -24,6 +24,7 @@ from unsloth_plugins.core.sink_attention.op import sink_attention
 
 BACKEND_NAME = "unsloth_sinks"
 _of_positions: Remembered[torch.Tensor] = Remembered()
+_of_masks: Remembered[bool] = Remembered()
 CHOICE = "_unsloth_backend"  # attribute of an attention module that was given a `backend` of its own
 
 
@@ -45,9 +46,11 @@ def padding_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Cut the 2-D padding mask to the keys that a layer will see; no host synchronisation.
+    """Cut the 2-D padding mask to the keys that a layer will see.
 
-    The keys of a sliding layer's dynamic cache are the last ones seen, so the cut is from the right.
+    The keys of a sliding layer's dynamic cache are the last ones seen, so the cut is from the right. Data collators give
+    a mask where nothing is padded, too: that is looked at once a forward, which waits for the device as transformers'
+    own mask for ``sdpa`` does, and not for one new token.
 
     Args:
         batch_size: B.
@@ -59,7 +62,7 @@ def padding_mask(
         attention_mask: [B, tokens seen so far + T], nonzero for real tokens, or None.
 
     Returns:
-        [B, S] bool, or None when no mask was given.
+        [B, S] bool, or None when no mask was given or nothing is padded.
     """
     # A static cache keeps its offset in a tensor and returns unwritten keys after the last query.
     if isinstance(q_offset, torch.Tensor) or kv_offset + kv_length != q_offset + q_length:
@@ -78,7 +81,15 @@ def padding_mask(
         return None
     if attention_mask.dim() != 2:
         raise _unsupported_mask(attention_mask)
+    if q_length > 1 and _of_masks.get(attention_mask, None, lambda: _pads_nothing(attention_mask)):
+        return None
     return attention_mask[:, -kv_length:].to(torch.bool)
+
+
+def _pads_nothing(mask: torch.Tensor) -> bool:
+    """False where it can't be looked at."""
+    capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not (mask.is_meta or capturing or torch.compiler.is_compiling()) and bool(mask.all())
 
 
 def attention_forward(

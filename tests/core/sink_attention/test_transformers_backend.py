@@ -195,6 +195,18 @@ def test_padding_mask_is_cut_to_the_last_keys():
     assert got.dtype == torch.bool and got.tolist() == [[True, True, True]]
 
 
+def test_a_mask_that_masks_nothing_is_none():
+    """Collators give one for every batch."""
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    assert padding_mask(2, 6, 6, attention_mask=mask) is None
+    assert padding_mask(2, 4, 6, q_offset=2, attention_mask=mask) is None
+    assert padding_mask(2, 1, 6, q_offset=5, attention_mask=mask) is not None, "a new token waited for the device"
+    mask[1, 0] = 0
+    got = padding_mask(2, 6, 6, attention_mask=mask)
+    assert got is not None and got.tolist() == mask.bool().tolist()
+    assert padding_mask(2, 6, 6, attention_mask=mask.to("meta")) is not None
+
+
 def test_static_caches_and_custom_masks_are_refused(models):
     _, ours = models
     with pytest.raises(UnsupportedError, match="dynamic cache"):
