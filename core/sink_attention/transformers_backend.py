@@ -48,9 +48,9 @@ def padding_mask(
 ) -> torch.Tensor | None:
     """Cut the 2-D padding mask to the keys that a layer will see.
 
-    The keys of a sliding layer's dynamic cache are the last ones seen, so the cut is from the right. Data collators give
-    a mask where nothing is padded, too: that is looked at once a forward, which waits for the device as transformers'
-    own mask for ``sdpa`` does, and not for one new token.
+    The keys of a sliding layer's dynamic cache are the last ones seen, so the cut is from the right. Data collators
+    give a mask where nothing is padded, too: that is looked at once a forward, which waits for the device as
+    transformers' own mask for ``sdpa`` does, and not for one new token.
 
     Args:
         batch_size: B.
