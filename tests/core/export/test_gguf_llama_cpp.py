@@ -161,9 +161,24 @@ def test_small_gpt_oss_with_an_adapter(tmp_path: Path) -> None:
     ids = tokenizer("The quick brown fox jumps over the lazy dog").input_ids
     with torch.no_grad():
         first = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-    export_gguf(folder, tmp_path / "f32.gguf", adapter=tmp_path / "adapter", quant="f32")
-    with LlamaCpp(tmp_path / "f32.gguf") as llama:
-        _assert_close(llama.complete(ids, 1)[1][0], first, 0.05)
+    for quant in ("f32", "f16"):
+        export_gguf(folder, tmp_path / f"{quant}.gguf", adapter=tmp_path / "adapter", quant=quant)
+        merge(folder, tmp_path / "adapter", tmp_path / quant, dtype=quant.replace("f", "fp"))
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / quant, dtype=torch.float32)
+        tokens, _ = _greedy(merged, ids, 32)
+        with torch.no_grad():
+            logits = merged(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
+        with LlamaCpp(tmp_path / f"{quant}.gguf") as llama:
+            _assert_close(llama.complete(ids, 1)[1][0], first, 0.05)
+            if quant == "f32":
+                assert llama.complete(ids, 32)[0] == tokens
+            got = [llama.complete(ids + tokens[:count], 1)[0][0] for count in range(32)]
+        # for f16 weights llama.cpp rounds what they multiply, too: 0.07 at most here, one token of 32
+        best = logits.log_softmax(-1).topk(2).values
+        clear = (best[:, 0] - best[:, 1] > 0.1).tolist()
+        assert sum(clear) > 20
+        assert all(one == other for one, other, is_clear in zip(got, tokens, clear, strict=True) if is_clear), quant
+        assert sum(one != other for one, other in zip(got, tokens, strict=True)) <= (quant == "f16")
     report = export_gguf(folder, tmp_path / "mxfp4.gguf", adapter=tmp_path / "adapter", quant="mxfp4")
     assert report.tensors["blk.1.ffn_down_exps.weight"] == "mxfp4"
     merge(folder, tmp_path / "adapter", tmp_path / "packed", dtype="mxfp4")
