@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,12 +107,19 @@ def open_adapters(adapter: Adapters) -> list[Adapter]:
     """The adapters in the folders given.
 
     Raises:
+        ConfigError: a weight is not finite, or a folder is there twice.
         ExportError, UnsupportedError: see ``Adapter``.
     """
     if isinstance(adapter, (str, Path)):
         adapter = [adapter]
     weighted = adapter.items() if isinstance(adapter, Mapping) else [(one, 1.0) for one in adapter]
-    return [Adapter(Path(folder).expanduser(), float(weight)) for folder, weight in weighted]
+    found = [(Path(folder).expanduser(), float(weight)) for folder, weight in weighted]
+    for folder, weight in found:
+        if not math.isfinite(weight):
+            raise ConfigError(expected="a finite weight", got=f"{weight} for {folder}", remedy="Give a number.")
+        if sum(other.resolve() == folder.resolve() for other, _ in found) > 1:
+            raise ConfigError(expected="each adapter once", got=f"{folder} twice", remedy="Give it a weight instead.")
+    return [Adapter(folder, weight) for folder, weight in found]
 
 
 def check_dtype(dtype: str) -> None:

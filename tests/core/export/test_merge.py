@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,27 @@ def _edit(adapter: Path, change: object) -> None:
 
 _Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 _EXPERTS = "base_model.model.model.layers.2.mlp.experts"
+
+
+def test_weights_that_are_no_numbers_and_adapters_given_twice_are_refused(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    train_llama(base, tmp_path / "adapter")
+    for adapter, message in (
+        ({tmp_path / "adapter": float("nan")}, "finite"),
+        ([tmp_path / "adapter", tmp_path / "base" / ".." / "adapter"], "twice"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            merge(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_file_beside_the_weights_is_no_part_of_the_base(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    train_llama(base, tmp_path / "adapter")
+    save_file({"lora": torch.zeros(1)}, base / "adapter_model.safetensors")
+    (base / "model.safetensors").rename(base / "weights.safetensors")
+    merge(base, tmp_path / "adapter", tmp_path / "out", dtype="fp32")
+    assert not any("lora" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
 
 
 def test_an_adapter_kept_by_a_live_merge_fits_its_base_on_disk(tmp_path: Path) -> None:
@@ -473,8 +495,9 @@ def test_several_adapters_with_weights(tmp_path: Path) -> None:
     train_llama(base, tmp_path / "saved", modules_to_save=["lm_head"])
     with pytest.raises(ConfigError, match="lm_head.weight with weight 0.5"):
         merge(base, {str(tmp_path / "saved"): 0.5}, tmp_path / "none")
+    copy = shutil.copytree(tmp_path / "saved", tmp_path / "copy")
     with pytest.raises(ConfigError, match="from two adapters"):
-        merge(base, [tmp_path / "saved", tmp_path / "saved"], tmp_path / "none")
+        merge(base, [tmp_path / "saved", copy], tmp_path / "none")
 
 
 def test_live_model_and_the_record_of_its_base(tmp_path: Path) -> None:
