@@ -11,7 +11,7 @@ from unsloth_plugins.core.errors import ShapeError, UnsupportedError
 from unsloth_plugins.core.experts import ExpertLora, experts, top_k_routing
 from unsloth_plugins.core.experts.few import experts_few
 from unsloth_plugins.core.experts.grouped import experts_grouped
-from unsloth_plugins.core.experts.op import resolve_implementation
+from unsloth_plugins.core.experts.op import _WideProduct, resolve_implementation
 from unsloth_plugins.core.layers import GPT_OSS
 from unsloth_plugins.core.mxfp4 import PackedWeight, encode
 
@@ -117,3 +117,22 @@ def test_errors_say_what_to_do() -> None:
         experts(torch.randn(2, 3, 24), *weights, torch.zeros(6, 2).long(), torch.ones(6, 2))
     with pytest.raises(UnsupportedError, match="auto"):
         resolve_implementation("grouped_mm", torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
+def test_backward_of_the_wide_product_has_what_it_saved(
+    monkeypatch: pytest.MonkeyPatch, wanted: tuple[bool, bool]
+) -> None:
+    """The product itself runs on CUDA alone; which tensors it keeps depends on what has a gradient."""
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
+    draw = torch.Generator().manual_seed(0)
+    x_NH, weight_EH = (
+        torch.randn(n, 8, generator=draw).bfloat16().requires_grad_(on) for n, on in zip((5, 3), wanted, strict=True)
+    )
+    dy_NE = torch.randn(5, 3, generator=draw)
+    leaves = [each for each in (x_NH, weight_EH) if each.requires_grad]
+    got = torch.autograd.grad(_WideProduct.apply(x_NH, weight_EH), leaves, dy_NE)
+    want = torch.autograd.grad(x_NH.float() @ weight_EH.float().T, leaves, dy_NE)
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == torch.bfloat16
+        torch.testing.assert_close(one, other)
