@@ -79,17 +79,35 @@ def test_damaged_files_and_places_are_errors_of_ours(file: str, text: str, named
     assert named in report["expected"] + report["got"] and report["remedy"] and not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "text"), [("tokenizer.json", "{"), ("tokenizer_config.json", "{"), ("config.json", None)]
+)
+@pytest.mark.parametrize("command", ["export", "tokenizer"])
+def test_damaged_tokenizers_are_errors_of_ours(command: str, file: str, text: str | None, tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    small_tokenizer().save_pretrained(base)
+    (base / file).unlink() if text is None else (base / file).write_text(text)
+    out = [tmp_path / "out.gguf"] if command == "export" else []
+    report = json.loads(run(command, base, *out, "--json", status=1).stdout)
+    assert report["error"] == "ExportError" and str(base) in report["expected"] + report["got"] and report["remedy"]
+    assert not (tmp_path / "out.gguf").exists()
+
+
 def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
-    for wrong in (["-a", "adapter=nan"], ["--max-shard-gb", "nan"], ["--max-shard-gb", "0"]):
+    for wrong in (["-a", "adapter=much"], ["--max-shard-gb", "nan"], ["--max-shard-gb", "0"]):
         assert "Usage" in run("merge", tmp_path, tmp_path / "out", *wrong, status=2).output
+    assert (
+        "finite" in run("merge", save_llama(tmp_path / "base"), tmp_path / "out", "-a", "adapter=nan", status=1).stderr
+    )
 
 
 def test_merging_nothing_is_said_and_an_adapter_twice_is_refused(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base")
     train_llama(base, tmp_path / "adapter")
     assert "nothing was merged" in run("merge", base, tmp_path / "out").stderr.replace("\n", " ")
-    twice = ("-a", tmp_path / "adapter", "-a", f"{tmp_path / 'base' / '..' / 'adapter'}=0.5")
-    assert "twice" in run("merge", base, tmp_path / "two", *twice, status=2).output
+    for again, status in ((tmp_path / "adapter", 2), (tmp_path / "base" / ".." / "adapter", 1)):
+        twice = ("-a", tmp_path / "adapter", "-a", f"{again}=0.5")
+        assert "twice" in run("merge", base, tmp_path / "two", *twice, status=status).output.replace("\n", " ")
     assert not (tmp_path / "two").exists()
 
 

@@ -345,13 +345,12 @@ class Adapter:
             if wanted and name.rpartition(".")[0] not in adapted:
                 self._lacks(name, "target_parameters")
         targets = config.get("target_modules")
-        if not targets or isinstance(targets, str) or config.get("layers_to_transform") is not None:
-            return
         for name, info in base.infos.items():
             module = name.removesuffix(".weight")
             if module == name or len(info.shape) != 2 or re.search(r"\.experts\.\d+\.", name) or module in adapted:
                 continue
-            if _names(targets, module) and not _names(config.get("exclude_modules"), module):
+            wanted = _names(targets, module) and not _names(config.get("exclude_modules"), module)
+            if wanted and _in_layers(config, module):
                 self._lacks(module, "target_modules")
 
     def _lacks(self, name: str, option: str) -> None:
@@ -367,6 +366,17 @@ def _is_saved(saved: Any, module: str) -> bool:
     parts = module.split(".")
     paths = [".".join(parts[: n + 1]) for n in range(len(parts))]
     return any(path.endswith(one) for path in paths for one in saved or ())
+
+
+def _in_layers(config: Mapping[str, Any], module: str) -> bool:
+    """Whether the layer that a module lies in was trained, as PEFT reads its number off the path."""
+    layers, names = config.get("layers_to_transform"), config.get("layers_pattern") or r"[^.]*"
+    if layers is None:
+        return True
+    for name in [names] if isinstance(names, str) else names:
+        if found := re.match(rf".*\.{name}\.(\d+)\.", module):
+            return int(found[1]) in ([layers] if isinstance(layers, int) else layers)
+    return False
 
 
 def _names(targets: Any, module: str) -> bool:

@@ -37,7 +37,7 @@ def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer.
 
     Raises:
-        ExportError: none there.
+        ExportError: none there, or a damaged one.
     """
     from transformers import AutoTokenizer
 
@@ -45,7 +45,14 @@ def load_tokenizer(folder: Path) -> Any:
         raise ExportError(
             expected=f"a tokenizer in {folder}", got="none", remedy="Save it there with tokenizer.save_pretrained."
         )
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of json, tokenizers and transformers, each with its own
+        raise ExportError(
+            expected=f"a tokenizer that transformers loads from {folder}",
+            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+            remedy="Give the folder of a whole model, or save its tokenizer there again.",
+        ) from error
 
 
 def splitter_name(backend: dict[str, Any]) -> str:

@@ -115,6 +115,12 @@ class Merged:
         after = before
         for term in change.terms:
             after = after + term.rows(begin, end, self.base.device)
+        if not after.isfinite().all():
+            raise ExportError(
+                expected=f"finite numbers in {name} with the adapters added",
+                got="nan or inf",
+                remedy="Its training diverged, or a file is damaged: take an earlier checkpoint.",
+            )
         return before, after
 
 

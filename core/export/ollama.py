@@ -84,7 +84,7 @@ def _render(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str | None:
 
     try:
         text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-    except TemplateError:
+    except (TemplateError, TypeError, ValueError):  # the last: several templates and no default among them
         return None  # the template refuses such a chat, as Gemma's does with a system message
     bos = tokenizer.bos_token
     adds_bos = bos is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]

@@ -49,7 +49,7 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
     named = str(adapter.config.get("base_model_name_or_path") or "")
     if record.is_file():
         wanted = read_json(record, "base_fingerprints")["base_fingerprints"]
-        same: bool | None = fingerprint(source) in wanted
+        same = fingerprint(source) in wanted
         how = "by the fingerprint of its tensors"
     elif not named:
         note = f"{adapter.folder} does not name its base: not checked."
@@ -57,11 +57,7 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
         return note
     else:
         same = _same_name(named, str(given), folder, source)
-        how = f"by the name {named!r}"
-    if same is None:
-        note = f"{adapter.folder} was trained on {named!r}; {given} agrees by its name alone: not checked."
-        _log.warning(note)
-        return note
+        how = f"by the name {named!r}, without a record of its weights"
     if same:
         return f"Base of {adapter.folder} checked {how}."
     if allow_other:
@@ -76,8 +72,8 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
     )
 
 
-def _same_name(named: str, given: str, folder: Path, source: Source) -> bool | None:
-    """``None`` where only the folder's own name agrees, which any folder may have."""
+def _same_name(named: str, given: str, folder: Path, source: Source) -> bool:
+    """The same path, id or weights. A folder's own name says nothing: any folder may have it."""
     there = Path(named).expanduser()
     if there.is_dir():
         if there.resolve() == folder.resolve():
@@ -88,9 +84,7 @@ def _same_name(named: str, given: str, folder: Path, source: Source) -> bool | N
             return False
     path = folder.resolve().as_posix()
     in_cache = "/models--" + named.replace("/", "--") + "/snapshots/" in path + "/"
-    if given == named or in_cache:
-        return True
-    return None if folder.name == there.name else False
+    return given == named or in_cache
 
 
 def plan_of(

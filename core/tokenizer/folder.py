@@ -25,7 +25,14 @@ def _load(model: str | Path) -> tuple[Any, Any, Any]:
     from transformers import AutoConfig, GenerationConfig
 
     folder = resolve_folder(model)
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ExportError(
+            expected=f"a model's config.json in {folder}",
+            got=str(error).strip().splitlines()[0],
+            remedy="Give the folder of a whole model: an adapter's has none.",
+        ) from error
     has_generation = (folder / "generation_config.json").is_file()
     rows = (getattr(config, "text_config", None) or config).vocab_size
     if any(folder.glob("*.safetensors")):

@@ -145,6 +145,10 @@ def test_case_12_no_template_is_a_clear_message_and_the_gguf_is_kept(tmp_path: P
     tokenizer.chat_template = CHATML + "{% if messages | length > 4 %}long{% endif %}"
     with pytest.raises(UnsupportedError, match="made of turns"):
         turns_of(tokenizer)
+    for broken in ("{{ messages[0]['content'] + 1 }}", {"tools": CHATML, "rag": CHATML}):  # two, and no default
+        tokenizer.chat_template = broken
+        with pytest.raises(UnsupportedError, match="leaves out"):
+            turns_of(tokenizer)
 
 
 def test_case_12_modelfile_beside_the_gguf(tmp_path: Path) -> None:

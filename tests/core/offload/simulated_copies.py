@@ -7,11 +7,17 @@ reads poison, and whatever lets memory go too early is caught when the copy runs
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
+import sys
 from typing import Any
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from unsloth_plugins.core import apply
+from unsloth_plugins.core.offload.weights import WeightStream
 
 
 class Copy:
@@ -106,3 +112,11 @@ class SimulatedCopies:
         while self.waiting and self.draw.random() < self.eager:
             self.waiting.pop(self.draw.randrange(len(self.waiting))).run()
         self.waiting = [each for each in self.waiting if not each.done]
+
+
+def stream_through_copies(monkeypatch: pytest.MonkeyPatch) -> SimulatedCopies:
+    """Streamed weights with the CPU as a device with late copies."""
+    copies = SimulatedCopies(0, 0.3)
+    stream = functools.partial(WeightStream, engine=lambda device: copies, everywhere=True)
+    monkeypatch.setattr(sys.modules[apply.__module__], "WeightStream", stream)
+    return copies

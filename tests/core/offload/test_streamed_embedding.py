@@ -15,13 +15,12 @@ import torch
 from conftest import batch_of, tiny_gpt_oss
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from simulated_copies import SimulatedCopies
+from simulated_copies import SimulatedCopies, stream_through_copies
 
 from unsloth_plugins.core import applied_to, apply
 from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.models.streaming import _EMBEDDING
 from unsloth_plugins.core.mxfp4 import pack_experts
-from unsloth_plugins.core.offload.weights import WeightStream
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TABLE = "model.embed_tokens.weight"
@@ -29,11 +28,7 @@ TABLE = "model.embed_tokens.weight"
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> SimulatedCopies:
-    """The CPU as a device with late copies."""
-    copies = SimulatedCopies(0, 0.3)
-    stream = functools.partial(WeightStream, engine=lambda device: copies, everywhere=True)
-    monkeypatch.setattr(sys.modules[apply.__module__], "WeightStream", stream)
-    return copies
+    return stream_through_copies(monkeypatch)
 
 
 def _frozen(**options: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import torch
 from conftest import batch_of, loss_and_grads, tiny_gpt_oss, tiny_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from simulated_copies import SimulatedCopies
+from simulated_copies import SimulatedCopies, stream_through_copies
 
 from unsloth_plugins.core import applied_to, apply
 from unsloth_plugins.core.errors import ConfigError, UnsupportedError
@@ -35,11 +34,7 @@ EVERYTHING = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> SimulatedCopies:
-    """The CPU as a device with late copies."""
-    copies = SimulatedCopies(0, 0.3)
-    stream = functools.partial(WeightStream, engine=lambda device: copies, everywhere=True)
-    monkeypatch.setattr(sys.modules[apply.__module__], "WeightStream", stream)
-    return copies
+    return stream_through_copies(monkeypatch)
 
 
 def _with_adapters(**options: Any) -> Any:
