@@ -192,7 +192,7 @@ def options(
         "N": tile.n,
         "D": padded_head_size(head_size),
         "RANGE": 2 if range_BS is not None else 1 if window is not None else 0,
-        "SPLIT": not narrow,
+        "SPLIT": not narrow if tile.split is None else tile.split,
         "SOFTCAP": softcap is not None,
         "num_warps": tile.warps,
         "num_stages": tile.stages,

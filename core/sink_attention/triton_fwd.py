@@ -213,7 +213,8 @@ def forward_launch(
         window: keys that a query sees; read only without ``first_BS``.
         scale: > 0.
         softcap: cap of the logits, or None.
-        narrow: visit the blocks in one masked loop (`triton_tiles.is_narrow`).
+        narrow: the window is (`triton_tiles.is_narrow`): blocks have few queries, and one masked loop unless the tile
+            says otherwise.
         tile: launch configuration.
     """
     batch, queries, heads, head_size = q_BTHD.shape

@@ -25,6 +25,7 @@ class Tile:
         warps: warps of 32 threads per program.
         stages: depth of the software pipeline over the loop's loads.
         registers: most registers a thread may have, so that more programs fit on a multiprocessor; None for no limit.
+        split: blocks that need no mask have a loop of their own; None: unless the window is narrow (`is_narrow`).
     """
 
     m: int
@@ -32,6 +33,7 @@ class Tile:
     warps: int
     stages: int
     registers: int | None = None
+    split: bool | None = None
 
 
 # (kernel, narrow window) -> padded head size -> candidates, the best first. Shared memory of compute capability 9.0
@@ -55,13 +57,13 @@ _HOPPER: dict[tuple[Kernel, bool], dict[int, tuple[Tile, ...]]] = {
     },
     ("forward", True): {
         64: (
-            Tile(128, 32, 4, 3),
-            Tile(64, 64, 4, 3, 128),
-            Tile(128, 32, 8, 3, 128),
+            Tile(128, 32, 4, 3, 168, split=True),
             Tile(128, 64, 4, 3),
+            Tile(128, 32, 4, 3),
+            Tile(64, 32, 4, 3, 128, split=True),
             Tile(128, 64, 8, 2, 128),
             Tile(64, 32, 4, 3, 128),
-            Tile(64, 32, 4, 4),
+            Tile(64, 64, 4, 3, 128),
         ),
         128: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
         256: (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2)),

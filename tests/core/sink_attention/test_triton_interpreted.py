@@ -58,6 +58,38 @@ def test_no_worse_than_eager(report: str, line: str) -> None:
 
 
 @needs_interpreter
+def test_narrow_windows_with_a_loop_for_whole_blocks() -> None:
+    code = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[1])
+from attention_cases import Case, run_case
+from unsloth_plugins.core.sink_attention import triton_op
+from unsloth_plugins.core.sink_attention.triton_tiles import Tile
+
+launched = set()
+
+def split(kernel, q, window):
+    launched.add(kernel)
+    return Tile(16, 16, 4, 1, split=True)
+
+triton_op.pick = split
+for window in (17, 40):
+    for case in (
+        Case((1, 83, 83, 8, 2, 16), options={"window": window}),
+        Case((1, 50, 83, 4, 1, 16), options={"window": window}, sink=False),
+        Case((1, 83, 83, 8, 1, 16), options={"window": window, "softcap": 5.0}, documents=((30, 1, 52),)),
+        Case((1, 83, 83, 6, 2, 16), options={"window": window}, padding=((11, 0, 60),)),
+    ):
+        run_case(case, torch.float32, "cpu")
+assert launched == {"forward", "dq", "dkdv"}
+print("same")
+"""
+    output = interpret("-c", code, str(HERE)).communicate()[0]
+    assert output.strip() == "same", output
+
+
+@needs_interpreter
 def test_only_the_requested_gradients_and_layouts_of_any_stride() -> None:
     code = """
 import torch
