@@ -1,7 +1,7 @@
 """One training step of gpt-oss, Mistral-7B or Gemma-7B at true size, LoRA on all linear layers, against its peers.
 
-Every implementation runs in a process of its own from the same checkpoint of random weights; they take turns, three
-steps in a row after one untimed one, and medians are reported. The learning rate is zero, so every step sees the same
+Every implementation runs in a process of its own from the same checkpoint of random weights; they take turns, some
+steps in a row after untimed ones, and medians are reported. The learning rate is zero, so every step sees the same
 weights. gpt-oss-120b is never written: ours builds it in memory, with LoRA on attention and on the experts of the last
 layers.
 
@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import rows
 from benchmarks.models import SIZES, WEIGHTS, config_of, find_or_write_checkpoint
-from benchmarks.worker import BUILDERS, MARK, POLICIES, STEPS
+from benchmarks.worker import BUILDERS, MARK, POLICIES
 
 _COLUMNS = ("impl", "weights", "ctx", "peak_gib", "reserved_gib", "host_gib", "step_s", "tok_s", "loss", "grad_norm")
 
@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=("adamw_8bit", "adamw"), default="adamw_8bit")
     parser.add_argument("--peers", default="", help=f"any of {', '.join(sorted(set(BUILDERS) - {'ours'}))}")
     parser.add_argument("--repeats", type=int, choices=range(1, 100), default=3, metavar="N")
+    parser.add_argument("--steps", type=int, choices=range(1, 100), default=3, metavar="N", help="of one turn")
     parser.add_argument("--checkpoint", type=Path, help="keep the random weights here, and use them if they are there")
     parser.add_argument("--peer-path", help="PYTHONPATH of the Unsloth peers, where they are not installed")
     parser.add_argument("--path", help="more PYTHONPATH for ours: flash-attn-4, where it is not installed")
@@ -103,7 +104,7 @@ class Worker:
             self._log.write(line)
         return {"error": f"the process ended with status {self._process.wait()}"}
 
-    def ask(self, ctx: int, warm_up: bool, steps: int = STEPS) -> dict[str, Any]:
+    def ask(self, ctx: int, warm_up: bool, steps: int) -> dict[str, Any]:
         """One measurement."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"ctx": ctx, "warm_up": warm_up, "steps": steps}) + "\n")
@@ -124,29 +125,36 @@ class Worker:
 def _measure(
     workers: list[Worker], options: argparse.Namespace, head: dict[str, Any], out: list[dict[str, Any]]
 ) -> None:
-    """Add rows of implementations that take turns on the card to ``out``; numbers are ``None`` where one failed."""
+    """Add rows of implementations that take turns on the card to ``out``; numbers are ``None`` where one failed.
+
+    The file has each row from its first turn on, so a run that is stopped keeps what it measured.
+    """
     failed: dict[str, dict[str, Any]] = {}
     for ctx in options.ctx:
         answers: dict[str, list[dict[str, Any]]] = {worker.impl: [] for worker in workers}
+        found: dict[str, dict[str, Any]] = {}
         for repeat in range(options.repeats):
             for worker in workers:
+                mine = answers[worker.impl]
                 if worker.impl not in failed:
-                    answer = worker.ask(ctx, warm_up=repeat == 0)
+                    answer = worker.ask(ctx, warm_up=repeat == 0, steps=options.steps)
+                    mine.append(answer)
                     if {"oom", "error"} & answer.keys():
                         failed[worker.impl] = {key: answer[key] for key in ("oom", "error") if key in answer}
-                    answers[worker.impl].append(answer)
-        for worker in workers:
-            row = head | _about(worker, options) | {"ctx": ctx, "repeats": options.repeats} | dict.fromkeys(_MEASURED)
-            if worker.impl in failed:
-                out.append(row | failed[worker.impl])
-                continue
-            got = answers[worker.impl]
-            seconds = statistics.median(each["step_s"] for each in got)
-            row |= {key: max(each[key] for each in got) for key in ("peak_gib", "reserved_gib", "host_gib")}
-            row |= {"step_s": round(seconds, 4), "tok_s": round(ctx / seconds, 1)}
-            out.append(row | {"loss": got[0]["loss"], "grad_norm": got[0]["grad_norm"]})
-        print(rows.table(out[-len(workers) :], _COLUMNS), flush=True)
-        rows.write(out, options.json)
+                row = failed[worker.impl] if worker.impl in failed else _medians(ctx, mine)
+                about = head | _about(worker, options) | {"ctx": ctx, "repeats": len(mine), "steps": options.steps}
+                found[worker.impl] = about | dict.fromkeys(_MEASURED) | row
+                rows.write([*out, *found.values()], options.json)
+        out.extend(found.values())
+        print(rows.table(list(found.values()), _COLUMNS), flush=True)
+
+
+def _medians(ctx: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the answers of one implementation at one length come to."""
+    seconds = statistics.median(answer["step_s"] for answer in answers)
+    highest = {key: max(answer[key] for answer in answers) for key in ("peak_gib", "reserved_gib", "host_gib")}
+    first = {key: answers[0][key] for key in ("loss", "grad_norm")}
+    return highest | {"step_s": round(seconds, 4), "tok_s": round(ctx / seconds, 1)} | first
 
 
 def _about(worker: Worker, options: argparse.Namespace) -> dict[str, Any]:

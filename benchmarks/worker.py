@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks.rows import versions
 
 MARK = "@row "
-STEPS = 3  # of one measurement
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 POLICIES: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -223,7 +222,7 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item(), length
 
-    def measure(self, ctx: int, warm_up: bool, steps: int = STEPS) -> dict[str, Any]:
+    def measure(self, ctx: int, warm_up: bool, steps: int) -> dict[str, Any]:
         """Median seconds of ``steps`` steps in a row; the first time at a length, report loss and norm as well.
 
         One step goes before several, so that no time of theirs goes into getting memory from the driver.
