@@ -17,6 +17,7 @@ from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.device import DeviceMemory
 from unsloth_plugins.core.errors import ModelError, UnsupportedError
 from unsloth_plugins.core.experts.op import resolve_implementation
+from unsloth_plugins.core.export.live import peft_models, record_on_save
 from unsloth_plugins.core.layers.op import resolve_implementation as resolve_layers
 from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import (
@@ -449,6 +450,19 @@ class Applied:
             self._note("adapters", "left alone", frozen)
             _warn("%s", frozen)
 
+    def record_bases(self, model: nn.Module) -> None:
+        """Let PEFT models write ``base_record.json`` beside the adapters that they save, for merges to check the base.
+
+        ``apply`` calls it with the model that it is given, also when it finds itself done.
+
+        Args:
+            model: holds the PEFT models around this causal LM, or is one.
+        """
+        for peft_model in peft_models(model):
+            if peft_model.get_base_model() is self.parts.causal_lm:
+                record_on_save(peft_model, self._patches)
+                self._note("saved adapters", "on", "save_pretrained also writes base_record.json, which merges check")
+
     def lacks_adapters(self) -> bool:
         """Whether an adapter asks for LoRA on experts that is not there."""
         return bool(missing_adapters(self.parts))
@@ -503,6 +517,7 @@ class Applied:
             self._apply_checkpointing()
             self.add_adapters()
             self._apply_weights()  # what trains is known now
+            self.record_bases(self.model)
         except BaseException:
             self.undo()
             raise
@@ -562,8 +577,8 @@ def applied_to(model: nn.Module) -> Applied | None:
 def apply(model: nn.Module, config: UnslothConfig | None = None, **options: Any) -> Applied:
     """Recognise the parts of ``model``, and replace those that ``config`` asks for on this instance.
 
-    Works before or after PEFT wraps the model. Applying twice with the same options changes nothing; with other
-    options, the first is undone.
+    Works before or after PEFT wraps the model; one that is there already also records its base beside each adapter that
+    it saves. Applying twice with the same options changes nothing; with other options, the first is undone.
 
     Args:
         model: a transformers causal LM, or PEFT's or DDP's wrapper of one. Other modules get what can be recognised.
@@ -599,6 +614,7 @@ def apply(model: nn.Module, config: UnslothConfig | None = None, **options: Any)
         if before.config == config:
             before.sync_checkpointing()
             before.add_adapters()
+            before.record_bases(model)
             return before
         before.undo()
         parts = recognise(model)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +14,8 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unsloth_plugins.core import Applied, applied_to
-from unsloth_plugins.core.errors import ConfigError, UnsupportedError
-from unsloth_plugins.core.export import record_live_base
 from unsloth_plugins.core.meter import Meter
 from unsloth_plugins.core.planner.live import explain, optimizer_named
 
@@ -145,10 +140,6 @@ class TrainerMetrics(TrainerCallback):
             self._meter.start()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write down which base the checkpoint's adapter belongs to. Training goes on from here."""
-        folder = Path(args.output_dir or ".") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        if state.is_world_process_zero and (folder / "adapter_config.json").is_file():
-            with contextlib.suppress(ConfigError, UnsupportedError):  # several adapters; weights in shards
-                record_live_base(kwargs["model"], folder)
+        """Training goes on from here."""
         if self._meter is not None:
             self._meter.start()

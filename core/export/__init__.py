@@ -3,7 +3,7 @@
 from unsloth_plugins.core.export.base import check_whole
 from unsloth_plugins.core.export.gguf import GgufReport, export_gguf
 from unsloth_plugins.core.export.gguf_adapter import export_gguf_adapter
-from unsloth_plugins.core.export.live import check_model, merge_model, record_live_base
+from unsloth_plugins.core.export.live import check_model, merge_model
 from unsloth_plugins.core.export.merge import MergeReport, merge
 from unsloth_plugins.core.export.provenance import record_base
 
@@ -17,5 +17,4 @@ __all__ = [
     "merge",
     "merge_model",
     "record_base",
-    "record_live_base",
 ]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.tensors import Info, MemoryTensors, Source, open_folder, raw_bytes, read_json
@@ -268,6 +267,10 @@ def check_whole(model: torch.nn.Module) -> None:
     Raises:
         UnsupportedError: parameters are sharded (FSDP2, tensor parallel).
     """
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.tensor import DTensor  # takes half a second
+
     for name, parameter in model.named_parameters():
         if isinstance(parameter.data, DTensor) or isinstance(parameter, DTensor):
             raise UnsupportedError(

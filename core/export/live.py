@@ -1,20 +1,27 @@
-"""Merge a live PEFT model, as a trainer holds it, without a detour over the user's files."""
+"""A live PEFT model, as a trainer holds it: merged without a detour over the user's files, saved with its record."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.adapter import Adapter, check_kind
-from unsloth_plugins.core.export.base import Base, base_of_model, fingerprint, open_base
+from unsloth_plugins.core.export.base import base_of_model, fingerprint, open_base
 from unsloth_plugins.core.export.folder import check_new, check_space, scratch
 from unsloth_plugins.core.export.merge import SHARD_BYTES, MergeReport, check_dtype, write_merged
-from unsloth_plugins.core.export.provenance import record_base
+from unsloth_plugins.core.export.provenance import BASE_RECORD, record_base
 from unsloth_plugins.core.export.tensors import Progress, Source
+from unsloth_plugins.core.patches import PatchSet
+
+_SAVING = "_unsloth_saving"
 
 
 def merge_model(
@@ -40,17 +47,16 @@ def merge_model(
     """
     model, active = _peft_model(model)
     opened = base_of_model(model)
-    name_or_path = str(getattr(model.config, "name_or_path", "") or "")
-    folder = _folder(name_or_path, getattr(model.config, "_commit_hash", None))
+    folder = _folder(model)
     with contextlib.ExitStack() as stack:
         saved = Path(adapter_output or stack.enter_context(scratch(Path(output))))
         model.save_pretrained(saved, selected_adapters=[active])
         saved = saved if active == "default" else saved / active
         if tokenizer is not None:
             tokenizer.save_pretrained(saved)
-        record_base(saved, *_forms(opened, folder))
+        record_base(saved, *_forms(model))
         notes = [] if folder else ["The base has no local folder: no licence, card or tokenizer of it was copied."]
-        where = {"base": name_or_path, "base_fingerprint": fingerprint(opened.source)}
+        where = {"base": _name(model), "base_fingerprint": fingerprint(opened.source)}
         generation = getattr(model, "generation_config", None)
         extra = {"generation_config.json": generation.to_json_string()} if generation is not None else {}
         return write_merged(
@@ -58,33 +64,74 @@ def merge_model(
         )
 
 
-def record_live_base(model: Any, adapter_folder: str | Path) -> None:
-    """``record_base`` of a live PEFT model: its weights as they are, and as the folder has them that it came from.
+def record_on_save(model: Any, patches: PatchSet) -> None:
+    """Let ``save_pretrained`` of a PEFT model write ``base_record.json`` beside each LoRA adapter that it saves.
 
-    Raises:
-        ConfigError: see ``merge_model``.
-        UnsupportedError: see ``core.export.base.base_of_model``.
+    That is how trainers save checkpoints and final folders, and users adapters. A second time changes nothing.
+
+    Args:
+        model: a ``PeftModel``; changed on this instance.
+        patches: where the changes are noted.
     """
-    model, _ = _peft_model(model)
-    opened = base_of_model(model)
-    name_or_path = str(getattr(model.config, "name_or_path", "") or "")
-    record_base(adapter_folder, *_forms(opened, _folder(name_or_path, getattr(model.config, "_commit_hash", None))))
+    if _SAVING in vars(model):
+        return
+    patches.set(model, _SAVING, (vars(model).get("save_pretrained"),))
+    patches.set(model, "save_pretrained", MethodType(_recording(type(model).save_pretrained), model))
 
 
-def _forms(live: Base, folder: Path | None) -> list[Source]:
-    """The same weights in memory and on disk, where another dtype or packing gives them another fingerprint. Weights
-    that were quantised when they were loaded are not those of the folder."""
-    found: list[Source] = [live.source]
+def _recording(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        (before,) = vars(self).get(_SAVING, (None,))
+        result = (before or MethodType(original, self))(*args, **kwargs)
+        if _SAVING not in vars(self):
+            return result
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        chosen, folder = given.arguments["selected_adapters"], Path(given.arguments["save_directory"])
+        if given.arguments["is_main_process"]:
+            for name in self.peft_config if chosen is None else chosen:
+                _record(self, name, folder if name == "default" else folder / name)
+        return result
+
+    return save_pretrained
+
+
+def _record(model: Any, adapter: str, folder: Path) -> None:
+    forms = _forms(model) if model.peft_config[adapter].peft_type == "LORA" else []  # others are not merged
+    if forms:
+        record_base(folder, *forms)
+    else:
+        (folder / BASE_RECORD).unlink(missing_ok=True)  # of an adapter that was there before
+
+
+def _forms(model: Any) -> list[Source]:
+    """The base's weights in memory and on disk, where another dtype or packing gives them another fingerprint.
+
+    In memory they are not to be had where adapters are merged into them, where this process holds a part of them, or
+    where they are quantised in a way that can't be read. Those that were quantised when they were loaded, or since, are
+    not those of the folder.
+    """
+    found: list[Source] = []
+    if not _merged_in(model):
+        with contextlib.suppress(UnsupportedError):
+            found.append(base_of_model(model).source)
     with contextlib.suppress(ExportError, UnsupportedError):
+        folder = _folder(model)
         there = None if folder is None else open_base(folder)
-        if there is not None and (not _is_bnb(live.config) or _is_bnb(there.config)):
+        if there is not None and (_is_quantised(there.config) or not _is_quantised(model.config.to_dict())):
             found.append(there.source)
     return found
 
 
-def _is_bnb(config: dict[str, Any]) -> bool:
-    stored = config.get("quantization_config") or {}
-    return "bitsandbytes" in str(stored.get("quant_method", "")) if isinstance(stored, dict) else False
+def _is_quantised(config: dict[str, Any]) -> bool:
+    return any(part.get("quantization_config") for part in (config, config.get("text_config") or {}))
+
+
+def _merged_in(model: nn.Module) -> bool:
+    return any(getattr(each, "merged", False) for each in model.modules())
 
 
 def check_model(
@@ -106,17 +153,22 @@ def check_model(
         check_space(Path(output), sum(info.nbytes // info.dtype.itemsize * width for info in base.infos.values()))
 
 
+def peft_models(module: nn.Module) -> list[Any]:
+    """The PEFT models below ``module``, itself included."""
+    return [one for one in module.modules() if hasattr(one, "get_base_model") and hasattr(one, "peft_config")]
+
+
 def _peft_model(module: nn.Module) -> tuple[Any, str]:
-    found = [one for one in module.modules() if hasattr(one, "get_base_model") and hasattr(one, "peft_config")]
+    found = peft_models(module)
     if len(found) != 1:
         raise ConfigError(
             expected="one PEFT model to merge",
             got=f"{len(found)} in {type(module).__name__}",
             remedy="Merge each one with merge_model." if found else "Save a fully trained model with save_pretrained.",
         )
-    model: Any = found[0]
+    model = found[0]
     active = list(model.active_adapters)
-    merged_in = any(getattr(each, "merged", False) for each in model.modules())
+    merged_in = _merged_in(model)
     if len(active) != 1 or merged_in:
         raise ConfigError(
             expected="one active adapter that is not merged into the weights",
@@ -126,14 +178,20 @@ def _peft_model(module: nn.Module) -> tuple[Any, str]:
     return model, active[0]
 
 
-def _folder(name_or_path: str, revision: str | None) -> Path | None:
+def _name(model: Any) -> str:
+    return str(getattr(model.config, "name_or_path", "") or "")
+
+
+def _folder(model: Any) -> Path | None:
     """Where the base's files are, if they are on this machine."""
-    if not name_or_path or Path(name_or_path).is_dir():
-        return Path(name_or_path) if name_or_path else None
+    name = _name(model)
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    revision = getattr(model.config, "_commit_hash", None)
     try:
-        return Path(snapshot_download(name_or_path, revision=revision, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return None

@@ -59,7 +59,10 @@ def apply_to_module(module: nn.Module, config: UnslothConfig) -> tuple[Applied, 
             got=f"{type(module).__name__} with {held or 'no submodules'}",
             remedy="Build it in __init__ or configure_model and keep it on self, or use another strategy.",
         )
-    return tuple(apply(model, config) for model in models)
+    applied = tuple(apply(model, config) for model in models)
+    for each in applied:
+        each.record_bases(module)
+    return applied
 
 
 def report_of(applied: tuple[Applied, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -107,6 +108,8 @@ def test_the_merged_model_is_saved_at_the_end_and_by_the_command_that_a_refusal_
     main = [sys.executable, "-m", "unsloth_plugins", *command[1].split(), "--dtype", "fp32", "--json"]
     done = subprocess.run(main, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "fingerprint" in json.loads(done.stdout)["notes"][0]
+    assert all((tmp_path / each / "base_record.json").is_file() for each in ("out", "out/checkpoint-3"))
     again = load_file(tmp_path / "out" / "merged" / "model.safetensors")
     assert again.keys() == merged.keys() and all(torch.equal(again[name], merged[name]) for name in again)
 

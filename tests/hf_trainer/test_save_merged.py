@@ -41,15 +41,17 @@ def test_the_end_of_training_writes_the_merged_model_with_tokenizer_and_licence(
     assert report is not None and len(report.requantised) == 8
 
 
-def test_checkpoints_know_their_base_by_its_tensors(tmp_path: Path) -> None:
+def test_checkpoints_and_final_folders_know_their_base_by_its_tensors(tmp_path: Path) -> None:
     base, other = (save_packed(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1)))
     model = get_peft_model(load_mxfp4(base, dtype=torch.float32), LoraConfig(r=4, target_modules=["q_proj"]))
     args = arguments(tmp_path / "run", save_strategy="steps", save_steps=2, max_steps=2)
-    Trainer(model, args, train_dataset=Rows([24] * 16), callbacks=[UnslothCallback()]).train()
-    checkpoint = tmp_path / "run" / "checkpoint-2"
-    assert "fingerprint" in merge(base, checkpoint, tmp_path / "out").notes[0]
-    with pytest.raises(ExportError, match="fingerprint"):
-        merge(other, checkpoint, tmp_path / "none")
+    trainer = Trainer(model, args, train_dataset=Rows([24] * 16), callbacks=[UnslothCallback()])
+    trainer.train()
+    trainer.save_model()
+    for folder in (tmp_path / "run" / "checkpoint-2", tmp_path / "run"):
+        assert "fingerprint" in merge(base, folder, tmp_path / f"{folder.name}-merged").notes[0]
+        with pytest.raises(ExportError, match="fingerprint"):
+            merge(other, folder, tmp_path / "none")
 
 
 def test_what_would_prevent_the_merge_stops_before_the_first_step(tmp_path: Path) -> None:

@@ -103,6 +103,8 @@ def test_sft_trainer_gives_the_same_curve(make: Any, tmp_path: Path) -> None:
         assert "loss                    left alone  the trainer" in applied.report()
     else:
         assert "chunked cross entropy" in applied.report()
+    trainer.save_model(str(tmp_path / "final"))
+    assert (tmp_path / "final" / "base_record.json").is_file()
     batch = {"input_ids": torch.arange(2, 12)[None], "labels": torch.arange(2, 12)[None]}
     apply(trainer.model, loss_chunk_mib=4)
     assert trainer.model(**batch).loss.isfinite()  # TRL's wrapper around the former forward is still there

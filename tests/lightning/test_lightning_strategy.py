@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM
 
 import unsloth_plugins.lightning  # noqa: F401
 from unsloth_plugins.core import UnslothConfig, applied_to
-from unsloth_plugins.core.errors import ConfigError, ConflictError, ModelError, UnsupportedError
+from unsloth_plugins.core.errors import ConfigError, ConflictError, ExportError, ModelError, UnsupportedError
+from unsloth_plugins.core.export import merge
 
 pl = root_of("lightning.pytorch")
 
@@ -266,6 +267,21 @@ def test_lightning_cli_takes_the_class_path(tmp_path: Path) -> None:
     cli = LightningCLI(type(module_of(pl, tiny_llama)), run=False, args=["--config", str(tmp_path / "config.yaml")])
     assert cli.trainer.strategy.config == UnslothConfig(loss_chunk_mib=64, attention=None)
     assert cli.trainer.strategy.quiet
+
+
+@pytest.mark.parametrize("root", ROOTS)
+@pytest.mark.parametrize("late", [False, True])
+def test_an_adapter_saved_after_fit_knows_its_base(root: str, late: bool, tmp_path: Path) -> None:
+    pl = root_of(root)
+    for seed in (0, 1):
+        tiny_llama(seed=seed).save_pretrained(tmp_path / str(seed))
+    load = functools.partial(LlamaForCausalLM.from_pretrained, tmp_path / "0", dtype=torch.float32)
+    module = module_of(pl, lambda: lora(load()), late)
+    trainer_of(pl, tmp_path, strategy="unsloth").fit(module, batches())
+    module.model.save_pretrained(tmp_path / "adapter")
+    assert "fingerprint" in merge(tmp_path / "0", tmp_path / "adapter", tmp_path / "merged").notes[0]
+    with pytest.raises(ExportError, match="fingerprint"):
+        merge(tmp_path / "1", tmp_path / "adapter", tmp_path / "none")
 
 
 def test_the_merged_model_is_saved_after_fit(tmp_path: Path) -> None:

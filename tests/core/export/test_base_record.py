@@ -1,0 +1,179 @@
+"""The base's record beside every adapter that a patched PEFT model saves."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_gpt_oss, tiny_llama
+from merge_cases import ATTENTION, EVERYTHING, randomise, save_llama, save_packed
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from unsloth_plugins.core import apply
+from unsloth_plugins.core.errors import ExportError
+from unsloth_plugins.core.export import merge
+from unsloth_plugins.core.mxfp4 import load_mxfp4, pack_experts
+
+
+def llama(base: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+
+
+def lora(model: Any, targets: list[str] = ATTENTION) -> PeftModel:
+    return get_peft_model(model, LoraConfig(r=4, target_modules=targets))
+
+
+def fingerprints(adapter: Path) -> list[str]:
+    return json.loads((adapter / "base_record.json").read_text())["base_fingerprints"]
+
+
+def check_merges(base: Path, other: Path, adapter: Path) -> None:
+    """By the record, whatever name the adapter has for its base."""
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(other)}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    assert "fingerprint" in merge(base, adapter, adapter / "merged").notes[0]
+    with pytest.raises(ExportError, match="fingerprint"):
+        merge(other, adapter, adapter / "none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_save_pretrained_records_the_base(dtype: torch.dtype, tmp_path: Path) -> None:
+    base, other = (save_llama(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1)))
+    model = lora(llama(base, dtype))
+    report = apply(model).report()
+    assert "base_record.json" in report
+    model.save_pretrained(tmp_path / "adapter")
+    check_merges(base, other, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_packed_experts_resident_and_streamed(weights: str, tmp_path: Path) -> None:
+    base, other = (save_packed(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1)))
+    model = lora(load_mxfp4(base, dtype=torch.float32), EVERYTHING)
+    apply(model, weights=weights)
+    randomise(model)
+    model.save_pretrained(tmp_path / "adapter")
+    check_merges(base, other, tmp_path / "adapter")
+    assert len(set(fingerprints(tmp_path / "adapter"))) == 1  # in memory as in the folder
+
+
+def test_each_saved_adapter_gets_it(tmp_path: Path) -> None:
+    model = lora(tiny_llama())
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    apply(model)
+    model.save_pretrained(str(tmp_path / "all"))
+    model.save_pretrained(tmp_path / "one", True, ["second"])
+    model.save_pretrained(tmp_path / "nobody", is_main_process=False)
+    model.save_pretrained(tmp_path / "none", selected_adapters=[])
+    scales = get_peft_model(tiny_llama(), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+    apply(scales)
+    scales.save_pretrained(tmp_path / "scales")  # of a kind that is not merged
+    found = sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("base_record.json"))
+    assert found == ["all", "all/second", "one/second"]
+    assert (tmp_path / "scales" / "adapter_config.json").is_file()
+
+
+def test_an_adapter_added_after_apply_is_followed_at_the_next_one(tmp_path: Path) -> None:
+    base = tiny_llama()
+    applied = apply(base)
+    model = lora(base)
+    assert apply(model) is applied
+    before = model.save_pretrained
+    assert apply(model) is applied and model.save_pretrained == before
+    model.save_pretrained(tmp_path)
+    assert fingerprints(tmp_path)
+
+
+def test_undo_leaves_no_trace_and_what_was_there_is_called(tmp_path: Path) -> None:
+    model = lora(tiny_llama())
+    before = dict(vars(model))
+    applied = apply(model)
+    ours = model.save_pretrained
+    applied.undo()
+    assert vars(model) == before and list(vars(model)) == list(before)
+    ours(tmp_path / "late")  # as the class does it
+    assert (tmp_path / "late" / "adapter_config.json").is_file()
+
+    calls = []
+
+    def own(folder: Any, **options: Any) -> None:
+        calls.append(options)
+        type(model).save_pretrained(model, folder, **options)
+
+    vars(model)["save_pretrained"] = own
+    applied = apply(model)
+    model.save_pretrained(tmp_path / "own", safe_serialization=False)
+    assert calls == [{"safe_serialization": False}] and fingerprints(tmp_path / "own")
+    applied.undo()
+    assert vars(model)["save_pretrained"] is own
+    assert not (tmp_path / "late" / "base_record.json").exists()
+
+
+def test_a_deep_copy_records_its_own_base(tmp_path: Path) -> None:
+    model = lora(tiny_llama())
+    apply(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.get_base_model().model.norm.weight.add_(1)
+        for parameter in twin.parameters():
+            parameter.add_(parameter.requires_grad)
+    for each, name in ((model, "model"), (twin, "twin")):
+        each.save_pretrained(tmp_path / name)
+    assert fingerprints(tmp_path / "model") != fingerprints(tmp_path / "twin")
+    files = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("model", "twin")]
+    assert files[0] != files[1]
+
+
+def test_weights_packed_after_loading_are_not_those_of_the_folder(tmp_path: Path) -> None:
+    tiny_gpt_oss().save_pretrained(tmp_path / "base")
+    model = pack_experts(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32))
+    model.save_pretrained(tmp_path / "packed")
+    model = lora(model)
+    apply(model)
+    model.save_pretrained(tmp_path / "adapter")
+    check_merges(tmp_path / "packed", tmp_path / "base", tmp_path / "adapter")
+
+
+def test_while_adapters_are_merged_in_the_folder_is_the_base(tmp_path: Path) -> None:
+    base, other = (save_llama(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1)))
+    model = lora(llama(base))
+    apply(model)
+    randomise(model)
+    model.merge_adapter()
+    model.save_pretrained(tmp_path / "adapter")
+    assert len(fingerprints(tmp_path / "adapter")) == 1
+    check_merges(base, other, tmp_path / "adapter")
+
+
+def test_a_base_that_cannot_be_read_leaves_no_record_of_another(tmp_path: Path) -> None:
+    first, second = lora(tiny_llama()), lora(tiny_llama(seed=1))
+    for model in (first, second):
+        apply(model)
+    first.save_pretrained(tmp_path)
+    assert fingerprints(tmp_path)
+    second.merge_adapter()  # and no folder
+    second.save_pretrained(tmp_path)
+    assert not (tmp_path / "base_record.json").exists()
+
+
+def test_sharded_weights_are_those_of_the_folder(tmp_path: Path) -> None:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    base, other = (save_llama(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1)))
+    model = lora(llama(base))
+    state = model.state_dict()
+    apply(model)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        model.save_pretrained(tmp_path / "adapter", state_dict=state)  # gathered, as accelerate does
+    finally:
+        distributed.destroy_process_group()
+    check_merges(base, other, tmp_path / "adapter")
