@@ -80,6 +80,60 @@ def test_damaged_files_and_places_are_errors_of_ours(file: str, text: str, named
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lora_alpha", "x"),
+        ("lora_alpha", None),
+        ("lora_alpha", float("nan")),
+        ("r", "x"),
+        ("r", 0),
+        ("r", True),
+        ("rank_pattern", ["q_proj"]),
+        ("rank_pattern", {"q_proj": 2.5}),
+        ("alpha_pattern", {"q_proj": "x"}),
+        ("alpha_pattern", {"(": 1}),
+        ("use_rslora", "false"),
+        ("fan_in_fan_out", 1),
+        ("target_modules", 3),
+        ("target_modules", "("),
+        ("exclude_modules", {"q_proj": 1}),
+        ("target_parameters", "experts.down_proj"),
+        ("modules_to_save", "lm_head"),
+        ("layers_to_transform", ["1"]),
+        ("layers_pattern", 3),
+        ("trainable_token_indices", {"embed_tokens": 3}),
+        ("base_model_name_or_path", 3),
+        ("base_fingerprints", 3),
+        ("base_fingerprints", [3]),
+        ("base_fingerprints", {"a": "b"}),
+    ],
+)
+def test_wrong_types_beside_an_adapter_are_errors_of_ours(name: str, value: Any, tmp_path: Path) -> None:
+    base, adapter = save_llama(tmp_path / "base"), tmp_path / "adapter"
+    train_llama(base, adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    file = adapter / ("base_record.json" if name == "base_fingerprints" else "adapter_config.json")
+    file.write_text(json.dumps((config if file.name == "adapter_config.json" else {}) | {name: value}))
+    done = run("merge", base, tmp_path / "out", "-a", adapter, "--json", status=1)
+    report = json.loads(done.stdout)
+    assert report["error"] == "ExportError" and report["expected"].startswith(f"{name} in {file} to be ")
+    assert report["got"] == repr(value) and "damaged" in report["remedy"] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "base_record.json"])
+@pytest.mark.parametrize("text", ["[]", "null", '"x"', "3"])
+def test_a_file_that_is_no_object_is_called_that(text: str, file: str, tmp_path: Path) -> None:
+    base, adapter = save_llama(tmp_path / "base"), tmp_path / "adapter"
+    train_llama(base, adapter)
+    (adapter / file).write_text(text)
+    done = run("merge", base, tmp_path / "out", "-a", adapter, status=1)
+    shown = " ".join(done.stderr.split())
+    assert "ExportError: expected an object in" in shown and f"got {json.loads(text)!r}." in shown and not done.stdout
+    report = json.loads(run("export", base, tmp_path / "x.gguf", "-a", adapter, "--json", status=1).stdout)
+    assert report["expected"] == f"an object in {adapter / file}" and not (tmp_path / "x.gguf").exists()
+
+
+@pytest.mark.parametrize(
     ("file", "text"), [("tokenizer.json", "{"), ("tokenizer_config.json", "{"), ("config.json", None)]
 )
 @pytest.mark.parametrize("command", ["export", "tokenizer"])

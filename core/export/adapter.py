@@ -16,19 +16,15 @@ from typing import Any
 import torch
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
+from unsloth_plugins.core.export.adapter_config import read_adapter_config
 from unsloth_plugins.core.export.base import Base
-from unsloth_plugins.core.export.tensors import FileTensors, Info, MemoryTensors, Source, read_json
+from unsloth_plugins.core.export.tensors import FileTensors, Info, MemoryTensors, Source
 
 _PREFIX = "base_model.model."
 _LORA = re.compile(r"^(?P<stem>.*)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?P<weight>\.weight)?$")
 _TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
 _EXPERT_ORDER = ("gate_up_proj", "down_proj")  # as experts modules declare them: PEFT wraps the first one innermost
 _TRANSPOSED = ("gpt_oss", "llama4", "llama4_text")  # experts stored [E, in, out]; elsewhere [E, out, in]
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_OTHER_MATHS = (
-    *("use_dora", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens"),
-    *("arrow_config", "kasa_config", "monteclora_config", "megatron_config", "velora_config"),
-)
 
 
 @dataclass(frozen=True)
@@ -104,31 +100,6 @@ class Changes:
     terms: list[Term] = field(default_factory=list)
 
 
-def check_kind(config: Mapping[str, Any], name: str) -> None:
-    """Refuse what can't be merged as ``scaling * B @ A``.
-
-    Args:
-        config: what adapter_config.json holds.
-        name: for the message.
-
-    Raises:
-        UnsupportedError: not LoRA, or a variant with other maths.
-    """
-    wrong = {key: config[key] for key in _OTHER_MATHS if config.get(key)}
-    if config.get("peft_type") != "LORA":
-        wrong = {"peft_type": config.get("peft_type")}
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
-        wrong["init_lora_weights"] = start  # the base was changed when the adapter was made
-    if wrong:
-        key, value = next(iter(wrong.items()))
-        raise UnsupportedError(
-            expected="an adapter of plain or rank-stabilised LoRA over an unchanged base",
-            got=f"{key}={value!r} in {name}",
-            remedy="Merge it with PEFT's own merge_and_unload, or convert it to plain LoRA first.",
-        )
-
-
 class Adapter:
     """One adapter folder with the weight that it is merged with.
 
@@ -137,7 +108,7 @@ class Adapter:
         weight: factor of its low-rank terms.
 
     Raises:
-        ExportError: files are missing.
+        ExportError: files are missing, or the config holds what it can't hold.
         UnsupportedError: not LoRA, or a variant with other maths.
     """
 
@@ -153,9 +124,7 @@ class Adapter:
                 remedy="Give the folder that PEFT's save_pretrained or the trainer wrote.",
             )
         self.file = present[0]
-        self.config: dict[str, Any] = read_json(path)
-        check_kind(self.config, folder.name)
-        read_json(path, "lora_alpha")
+        self.config: dict[str, Any] = read_adapter_config(path)
         self.source: Source
         if self.file.suffix == ".safetensors":
             self.source = FileTensors([self.file])

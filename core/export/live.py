@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
-from unsloth_plugins.core.export.adapter import Adapter, check_kind
+from unsloth_plugins.core.export.adapter import Adapter
+from unsloth_plugins.core.export.adapter_config import check_kind
 from unsloth_plugins.core.export.base import base_of_model, fingerprint, open_base
 from unsloth_plugins.core.export.folder import check_new, check_space, scratch
 from unsloth_plugins.core.export.merge import SHARD_BYTES, MergeReport, check_dtype, write_merged

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import platform
+import reprlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,13 +44,12 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
         How it was checked.
 
     Raises:
-        ExportError: it is another one, and that was not allowed.
+        ExportError: it is another one, and that was not allowed; or the record is damaged.
     """
     record = adapter.folder / BASE_RECORD
     named = str(adapter.config.get("base_model_name_or_path") or "")
     if record.is_file():
-        wanted = read_json(record, "base_fingerprints")["base_fingerprints"]
-        same = fingerprint(source) in wanted
+        same = fingerprint(source) in _recorded(record)
         how = "by the fingerprint of its tensors"
     elif not named:
         note = f"{adapter.folder} does not name its base: not checked."
@@ -70,6 +70,17 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
         remedy="Give the right base; if this one has the same weights under another name, allow another base "
         "(allow_other_base=True, --allow-other-base).",
     )
+
+
+def _recorded(record: Path) -> list[str]:
+    found = read_json(record, "base_fingerprints")["base_fingerprints"]
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ExportError(
+            expected=f"base_fingerprints in {record} to be a list of texts",
+            got=reprlib.repr(found),
+            remedy="The file is damaged: copy it again, or write it anew with unsloth_plugins.core.export.record_base.",
+        )
+    return found
 
 
 def _same_name(named: str, given: str, folder: Path, source: Source) -> bool:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import reprlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -187,12 +188,14 @@ def parse_json(text: bytes | str, file: Path, *keys: str) -> dict[str, Any]:
         raise ExportError(
             expected=f"JSON in {file}", got=str(error), remedy="The file is damaged: copy or save it again."
         ) from error
-    missing = [key for key in keys if key not in found] if isinstance(found, dict) else ["{"]
-    if missing:
+    missing = [key for key in keys if key not in found] if isinstance(found, dict) else []
+    if missing or not isinstance(found, dict):
         raise ExportError(
-            expected=f"{missing[0]} in {file}", got="none", remedy="The file is damaged: copy or save it again."
+            expected=f"{missing[0]} in {file}" if missing else f"an object in {file}",
+            got="none" if missing else reprlib.repr(found),
+            remedy="The file is damaged: copy or save it again.",
         )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def read_json(file: Path, *keys: str) -> dict[str, Any]:
