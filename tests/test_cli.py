@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from merge_cases import logits, reload, save_llama, save_packed, small_tokenizer, train_llama, train_packed
 from safetensors.torch import load_file
 from tokenizers import processors
@@ -63,7 +64,8 @@ def test_errors_are_one_message_and_status_1(tmp_path: Path) -> None:
         ("base/model.safetensors.index.json", "{}", "weight_map in"),
         ("base/model.safetensors", "\x02\0\0\0\0\0\0\0no", "JSON in"),
         ("adapter/base_record.json", "{}", "base_fingerprints in"),
-        ("", "", "File exists"),
+        ("adapter/adapter_model.safetensors", '\x0f\0\0\0\0\0\0\0{"a.weight": 3}', "data_offsets of a.weight"),
+        ("", "", "Not a directory"),
     ],
 )
 def test_damaged_files_and_places_are_errors_of_ours(file: str, text: str, named: str, tmp_path: Path) -> None:
@@ -77,6 +79,31 @@ def test_damaged_files_and_places_are_errors_of_ours(file: str, text: str, named
     done = run("merge", base, out, "-a", tmp_path / "adapter", "--json", status=1)
     report = json.loads(done.stdout)
     assert named in report["expected"] + report["got"] and report["remedy"] and not out.exists()
+
+
+@pytest.mark.parametrize("content", [b"junk", b"", [1, 2], {"a.weight": 3}])
+def test_damaged_pickles_are_errors_of_ours(content: Any, tmp_path: Path) -> None:
+    base, adapter = save_llama(tmp_path / "base"), tmp_path / "adapter"
+    train_llama(base, adapter)
+    (adapter / "adapter_model.safetensors").unlink()
+    file = adapter / "adapter_model.bin"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save(content, file)
+    report = json.loads(run("merge", base, tmp_path / "out", "-a", adapter, "--json", status=1).stdout)
+    assert report["error"] == "ExportError" and report["expected"].startswith(f"tensors by name in {file}")
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc, where nobody can make files")
+@pytest.mark.parametrize("place", ["/proc/out", "/proc/out/deeper"])
+@pytest.mark.parametrize("command", ["merge", "export", "tokenizer"])
+def test_a_place_that_takes_no_files_is_called_that(command: str, place: str, tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base", eos_token_id=1)
+    small_tokenizer().save_pretrained(base)
+    output = ("--repair", place, "--chat-template", "{{ messages }}") if command == "tokenizer" else (place,)
+    report = json.loads(run(command, base, *output, "--json", status=1).stdout)
+    assert report["error"] == "ExportError" and "not writable" in report["got"] and place in report["expected"]
 
 
 @pytest.mark.parametrize(
@@ -228,6 +255,11 @@ def test_tokenizer_checks_and_repairs(tmp_path: Path) -> None:
     file.write_text("{{ bos_token }}" + CHATML)
     run("tokenizer", base, "--repair", tmp_path / "filed", "--chat-template", file)
     assert (tmp_path / "filed" / "chat_template.jinja").read_text() == file.read_text()
+    file.write_text("{% for message in messages %}\n{{ message.content }\n{% endfor %}")
+    for way in (["--dry-run"], ["--repair", tmp_path / "refused"]):
+        done = run("tokenizer", base, *way, "--chat-template", file, status=1)
+        assert "unexpected '}' (line 2 of the template)" in " ".join(done.stderr.split())
+    assert not (tmp_path / "refused").exists()
     file.write_bytes(b"\xff{{")
     run("tokenizer", base, "--dry-run", "--chat-template", file, status=2)
     run("tokenizer", base, "--chat-template", "chatml", status=2)

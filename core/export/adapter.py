@@ -7,6 +7,7 @@ Source: PEFT 0.20 to 0.21, ``peft.tuners.lora`` (what ``get_delta_weight`` of ea
 from __future__ import annotations
 
 import math
+import pickle
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,7 +109,7 @@ class Adapter:
         weight: factor of its low-rank terms.
 
     Raises:
-        ExportError: files are missing, or the config holds what it can't hold.
+        ExportError: files are missing or damaged, or the config holds what it can't hold.
         UnsupportedError: not LoRA, or a variant with other maths.
     """
 
@@ -129,7 +130,7 @@ class Adapter:
         if self.file.suffix == ".safetensors":
             self.source = FileTensors([self.file])
         else:
-            self.source = MemoryTensors(torch.load(self.file, map_location="cpu", weights_only=True, mmap=True))
+            self.source = MemoryTensors(_load_pickled(self.file))
 
     def scaling(self, place: str, rank: int) -> float:
         """alpha / r (or its root) of the module or parameter at ``place``, times this adapter's weight."""
@@ -328,6 +329,20 @@ class Adapter:
             got=f"none in {self.file.name}",
             remedy="The adapter is incomplete: save it again.",
         )
+
+
+def _load_pickled(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        state = str(error).splitlines()[0]
+    if isinstance(state, dict) and all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+        return state
+    raise ExportError(
+        expected=f"tensors by name in {file}, as torch.save writes them",
+        got=state if isinstance(state, str) else type(state).__name__,
+        remedy="The file is damaged: copy it again, or save the adapter as safetensors.",
+    )
 
 
 def _is_saved(saved: Any, module: str) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,37 @@ _TOKENIZER = (
 )
 
 
+def check_writable(place: Path) -> None:
+    """Refuse a place where no file can be made. Permissions alone don't tell: of the superuser, or under /proc.
+
+    Raises:
+        ExportError: with the system's reason.
+    """
+    try:
+        tempfile.TemporaryFile(dir=_nearest(place.parent)).close()
+    except OSError as error:
+        raise ExportError(
+            expected=f"a folder that can be written to, for {place}",
+            got=f"one that is not writable ({error.strerror})",
+            remedy="Choose another folder, or change its permissions.",
+        ) from error
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or what is there of the path to it."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
 def check_space(place: Path, needed: int) -> None:
     """Refuse before anything is written where the disk can't take ``needed`` bytes.
 
     Raises:
-        ExportError: with both numbers.
+        ExportError: with both numbers, or see ``check_writable``.
     """
-    folder = place
-    while not folder.exists():
-        folder = folder.parent
+    check_writable(place)
+    folder = _nearest(place)
     free = shutil.disk_usage(folder).free + _size(hidden_name(place))  # a leftover is taken over, or removed first
     if free < needed:
         raise ExportError(
@@ -143,6 +166,7 @@ def _hidden(target: Path, resumable: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(target: Path, file: Path) -> Iterator[None]:
+    check_writable(target)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lock:
         try:

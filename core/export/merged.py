@@ -76,6 +76,13 @@ class Merged:
         for stored in (change.base, change.trained):
             if stored is not None:
                 shape = stored.source.infos[stored.key].shape
+        beyond = [row for stored in change.trained_rows for row in stored.rows or () if row >= shape[0]]
+        if beyond:
+            raise ExportError(
+                expected=f"trained rows among the {shape[0]} of {name}",
+                got=f"row {beyond[0]}",
+                remedy="Give the base that the adapter was trained on.",
+            )
         for term in change.terms:
             if term.shape() != tuple(shape):
                 raise ExportError(

@@ -80,11 +80,10 @@ def _text(text: str) -> str:
 
 
 def _render(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str | None:
-    from jinja2 import TemplateError
+    from unsloth_plugins.core.tokenizer.checks import render  # needs jinja2
 
-    try:
-        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-    except (TemplateError, TypeError, ValueError):  # the last: several templates and no default among them
+    text = render(tokenizer, messages, add_generation_prompt=True)
+    if text is None:
         return None  # the template refuses such a chat, as Gemma's does with a system message
     bos = tokenizer.bos_token
     adds_bos = bos is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
@@ -116,7 +115,13 @@ def turns_of(tokenizer: Any) -> Turns:
             "the GGUF is complete.",
         )
     chat = _chat(_USER, _ANSWER, _NEXT)
-    parts = _cut(_render(tokenizer, chat), _USER, _ANSWER, _NEXT)
+    text = _render(tokenizer, chat)
+    if text is None:
+        from unsloth_plugins.core.tokenizer.checks import why_not_rendered
+
+        why = why_not_rendered(tokenizer, chat, add_generation_prompt=True)
+        raise _not_turns(f"one that cannot render a question and its answer: {why}")
+    parts = _cut(text, _USER, _ANSWER, _NEXT)
     if parts is None:
         raise _not_turns("one that leaves out or repeats messages")
     start, to_answer, to_question, opened = parts

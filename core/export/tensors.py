@@ -163,6 +163,12 @@ def _entries(file: Path) -> Iterator[tuple[str, Info, int]]:
         header = parse_json(stream.read(length), file)
     header.pop("__metadata__", None)
     for name, entry in header.items():
+        if not _is_entry(entry):
+            raise ExportError(
+                expected=f"dtype, shape and data_offsets of {name} in {file}",
+                got=reprlib.repr(entry),
+                remedy="The file is damaged: download or save it again.",
+            )
         if entry["dtype"] not in DTYPES:
             raise UnsupportedError(
                 expected=f"tensors of dtype {', '.join(DTYPES)}",
@@ -174,6 +180,14 @@ def _entries(file: Path) -> Iterator[tuple[str, Info, int]]:
         if end - begin != info.nbytes or 8 + length + end > file.stat().st_size:
             raise _cut_off(file)
         yield name, info, 8 + length + begin
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    numbers = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2 and [*shape, *offsets]
+    return isinstance(numbers, list) and all(isinstance(number, int) and number >= 0 for number in numbers)
 
 
 def parse_json(text: bytes | str, file: Path, *keys: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from unsloth_plugins.core.errors import ConfigError
 from unsloth_plugins.core.tokenizer.labels import assistant_labels
@@ -87,6 +87,16 @@ def render(tokenizer: Any, chat: Sequence[Any] = CHAT, **options: Any) -> str | 
         return _rendered(tokenizer, chat, **options)
     except _FAILURES:
         return None
+
+
+def why_not_rendered(tokenizer: Any, chat: Sequence[Any] = CHAT, **options: Any) -> str | None:
+    """What the template engine says against the chat, with the line where it can't read the template; else ``None``."""
+    try:
+        _rendered(tokenizer, chat, **options)
+    except _FAILURES as error:
+        line = f" (line {error.lineno} of the template)" if isinstance(error, TemplateSyntaxError) else ""
+        return f"{type(error).__name__}: {error}{line}"
+    return None
 
 
 def _rendered(tokenizer: Any, chat: Sequence[Any], **options: Any) -> str:
@@ -236,10 +246,8 @@ def _template(tokenizer: Any) -> list[Finding]:
         return [
             Finding("chat-template-missing", "there is no chat template", "set the one that you name (--chat-template)")
         ]
-    try:
-        _rendered(tokenizer, CHAT)
-    except _FAILURES as error:
-        message = f"the chat template cannot render a question and its answer: {type(error).__name__}: {error}"
+    if (why := why_not_rendered(tokenizer)) is not None:
+        message = f"the chat template cannot render a question and its answer: {why}"
         return [Finding("chat-template-broken", message, "put the one that you name (--chat-template) in its place")]
     if not isinstance(tokenizer.chat_template, str):
         return []

@@ -23,6 +23,7 @@ from unsloth_plugins.core.tokenizer.checks import (
     render,
     rows_of,
     untrained_ids,
+    why_not_rendered,
 )
 from unsloth_plugins.core.tokenizer.pairs import choose_tokenizer, set_added_tokens
 from unsloth_plugins.core.tokenizer.ranked import to_bpe
@@ -74,7 +75,7 @@ def repair_tokenizer(
         The report; every change is logged as a warning too.
 
     Raises:
-        ConfigError: the vocabulary lacks the tokens of the chat template that was asked for.
+        ConfigError: the vocabulary lacks the tokens of the chat template that was asked for, or it renders no chat.
     """
     model = model_or_config
     report = RepairReport(dry_run)
@@ -254,6 +255,12 @@ def _new_template(tokenizer: Any, template: str, add_tokens: bool) -> str:
             got=f"{template!r}" + (f", without {', '.join(missing)} in the vocabulary" if missing else ""),
             remedy="Choose the template that the model was made for, as a name or a file (--chat-template), "
             "or add ChatML's tokens (--add-tokens).",
+        )
+    if (why := why_not_rendered(tokenizer, chat_template=text)) is not None:
+        raise ConfigError(
+            expected="a chat template that can render a question and its answer",
+            got=why,
+            remedy="Correct the one that was given (--chat-template), or choose " + " or ".join(KNOWN) + ".",
         )
     tokenizer.add_tokens(added, special_tokens=True)
     tokenizer.chat_template = text

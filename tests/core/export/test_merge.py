@@ -480,6 +480,16 @@ def test_case_22_tied_weights_stay_or_part(tmp_path: Path, options: dict[str, ob
     assert torch.equal(logits(model), want)
 
 
+def test_trained_rows_that_the_base_lacks_are_an_error(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    train_llama(base, tmp_path / "adapter", trainable_token_indices=[3, 77])
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"trainable_token_indices": [3, 160]}))
+    with pytest.raises(ExportError, match=r"among the 160 of model.embed_tokens.weight; got row 160"):
+        merge(base, tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("target", [["embed_tokens", "q_proj"], ["embed_tokens", "lm_head"]])
 def test_case_22_new_rows_are_kept(tmp_path: Path, tied: bool, target: list[str]) -> None:

@@ -310,6 +310,16 @@ def test_a_broken_template_is_a_finding(template: Any) -> None:
     assert tokenizer.chat_template == CHATML and check_tokenizer(160, tokenizer) == []
 
 
+@pytest.mark.parametrize("chat_template", [None, "{{ raise_exception('no') }}"])
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_given_template_that_is_broken_too_is_refused(chat_template: str | None, dry_run: bool) -> None:
+    tokenizer = chat_tokenizer(chat_template=chat_template)
+    given = "{% for message in messages %}\n\n{{ message.content }\n{% endfor %}"
+    with pytest.raises(ConfigError, match=r"TemplateSyntaxError: unexpected '}' \(line 3 of the template\)"):
+        repair_tokenizer(160, tokenizer, chat_template=given, dry_run=dry_run)
+    assert tokenizer.chat_template == chat_template
+
+
 def test_a_template_that_cannot_be_marked_is_a_caution() -> None:
     tokenizer = chat_tokenizer(chat_template=PLAIN_CHATML.replace(" + '<|im_end|>'", "}}{{ '<|im_end|>'"))
     (finding,) = check_tokenizer(160, tokenizer)
