@@ -276,7 +276,8 @@ def check_whole(model: torch.nn.Module) -> None:
             raise UnsupportedError(
                 expected="a model that each process holds whole, to merge it",
                 got=f"{name}, sharded over processes",
-                remedy="Save a checkpoint, and merge that: `unsloth-plugins merge BASE OUTPUT -a CHECKPOINT`.",
+                remedy="Save the adapter whole (accelerate: fsdp_state_dict_type: FULL_STATE_DICT; Lightning: load the "
+                "checkpoint under strategy='unsloth'), then `unsloth-plugins merge BASE OUTPUT -a ADAPTER`.",
             )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from unsloth_plugins.core.export import merge
+
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("two_processes.py")
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2", "--num_machines=1"]
@@ -59,3 +61,12 @@ def test_case_2_ranks_agree_and_gradients_are_the_mean(
     assert len(first["packed"]) == 4 * 4
     held = [{local / whole for whole, local in each["packed"].values()} for each in (first, second)]
     assert held == [{0.5} if mode == "fsdp2" else {1.0}] * 2
+
+
+@pytest.mark.parametrize(("mode", "options"), [("ddp", []), ("fsdp2", ["--fsdp_state_dict_type=FULL_STATE_DICT"])])
+def test_adapters_of_several_processes_know_their_base(mode: str, options: list[str], tmp_path: Path) -> None:
+    done = run([*LAUNCH, *SHARDING[mode], *options], mode, 1, "lora", tmp_path)
+    assert done.returncode == 0, done.stderr
+    for folder in (tmp_path / "out" / "checkpoint-3", tmp_path / "final"):
+        notes = merge(tmp_path / "base0", folder, tmp_path / f"{folder.name}-merged").notes
+        assert "checked by the fingerprint" in notes[0]

@@ -5,6 +5,7 @@ argv: "ddp" or "fsdp2", gradient accumulation steps, "lora" or "head" (modules_t
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,8 @@ def let_accelerate_shard_on_a_cpu() -> None:
     AcceleratorState.__init__ = patched
 
 
-def make(kind: str) -> Any:
-    """Packed gpt-oss with LoRA on experts; ``"head"``: top-1 routing that leaves two experts without tokens."""
+def make(kind: str, folder: Path) -> Any:
+    """Packed gpt-oss from a folder, with LoRA on experts; ``"head"``: top-1 routing, two experts without tokens."""
     base = tiny_gpt_oss(num_experts_per_tok=1) if kind == "head" else tiny_gpt_oss()
     if kind == "head":
         for layer in base.model.layers:
@@ -48,7 +49,10 @@ def make(kind: str) -> Any:
             layer.mlp.router.weight.data[:2] = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
     set_seed(3)
     extra = {"modules_to_save": ["lm_head"]} if kind == "head" else {}
-    return get_peft_model(pack_experts(base), LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, **extra))
+    packed = pack_experts(base)
+    packed.config.name_or_path = str(folder / f"base{os.environ.get('RANK', 0)}")
+    packed.save_pretrained(packed.config.name_or_path)
+    return get_peft_model(packed, LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, **extra))
 
 
 def main() -> None:
@@ -75,10 +79,11 @@ def main() -> None:
     materialized: list[int] = []
     original = LazyLogits.materialize
     LazyLogits.materialize = lambda self: (materialized.append(1), original(self))[1]  # type: ignore[method-assign]
-    model = make(kind)
+    model = make(kind, folder)
     rows = [{key: value[0] for key, value in batch_of(1, 24, seed=i).items()} for i in range(6)]
     trainer = Trainer(model, args, train_dataset=rows, callbacks=[UnslothCallback(offload_min_bytes=0)])
     trainer.train()
+    trainer.save_model(str(folder / "final"))
     trained, packed = {}, {}
     for name, parameter in trainer.model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
