@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from unsloth_plugins.core.errors import UnsupportedError
+
+logger = logging.getLogger("unsloth_plugins")
 
 WAIT = timedelta(minutes=5)  # for the first process to come to the same place
 
@@ -14,6 +17,12 @@ WAIT = timedelta(minutes=5)  # for the first process to come to the same place
 def is_first() -> bool:
     """Whether this process is rank 0, or alone."""
     return not _several() or dist.get_rank() == 0
+
+
+def warn(message: str, *values: object) -> None:
+    """Log a warning once for all processes of a run: they do the same things."""
+    if is_first():
+        logger.warning(message, *values)
 
 
 def answer_of_first(question: str, answer: str) -> str:

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 from unsloth_plugins.core.experts import ExpertLora
 from unsloth_plugins.core.models.binding import ModelParts
+from unsloth_plugins.core.report import Row
 
 _DEEPEST = 24  # callers looked at; every module on the way down adds one
 _FUSED = {
@@ -261,7 +263,29 @@ def add_missing_adapters(parts: ModelParts) -> str | None:
     return "; ".join(notes) or None
 
 
-def experts_left_out(parts: ModelParts) -> bool:
+def complete_adapters(parts: ModelParts, config: UnslothConfig) -> Row | None:
+    """Check the targets of adapters in training, add what PEFT could not create, and say so; ``None`` for nothing.
+
+    Raises:
+        ConfigError: a target matches nothing, or half of a fused projection is named.
+        UnsupportedError: a LoRA variant that experts can't have, or LoRA on experts with ``experts=None``.
+    """
+    check_targets(parts)
+    if missing_adapters(parts) and config.experts is None:
+        raise UnsupportedError(
+            expected="an implementation of experts for LoRA on experts by target_modules",
+            got="experts=None",
+            remedy="Leave `experts` out, or name the experts in target_parameters and let PEFT compute them.",
+        )
+    if (added := add_missing_adapters(parts)) is not None:
+        return Row("adapters", "on", added)
+    if not _experts_left_out(parts):
+        return None
+    frozen = "LoRA is on every linear layer and on no expert; name gate_proj, up_proj, down_proj to train those"
+    return Row("adapters", "left alone", frozen)
+
+
+def _experts_left_out(parts: ModelParts) -> bool:
     """Whether LoRA in training covers every linear layer and no expert: meant so, or ``"all-linear"`` on dense ones."""
     places = _places(parts)
     configs = [config for config in _configs(parts).values() if _is_lora(config) and config.target_modules]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
+from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.patches import PatchSet
-from unsloth_plugins.core.ranks import answer_of_first
+from unsloth_plugins.core.ranks import answer_of_first, warn
+from unsloth_plugins.core.report import Row, meaning
 from unsloth_plugins.core.sink_attention.backends import Backend, Call, prefers_fa4, resolve_backend, why_not_triton
 
 NAME = "unsloth_sinks"
+_BY_RANK_0 = "chosen by rank 0"
 _KEYS = ("_attn_implementation_internal", "_attn_implementation")
 
 
@@ -87,30 +91,100 @@ class ConfigSwap:
         self._pairs.clear()
 
 
-def attention_backend(parts: ModelParts, choice: Backend) -> tuple[Backend, str, str]:
-    """The backend for this instance, the same on every rank.
+@dataclass(frozen=True)
+class TakenAttention:
+    """The attention of one model, taken over.
+
+    Attributes:
+        parts: of the model.
+        backend: noted on the instance.
+        note: why, where it was not the user who chose; empty where the backend itself can tell.
+    """
+
+    parts: ModelParts
+    backend: Backend
+    note: str = ""
+    feature: ClassVar[str] = "attention"
+
+    def row(self) -> Row:
+        """By which backend, where the model is now."""
+        backend, why = meaning(self.backend, lambda: _resolved(self.parts, self.backend))
+        why = self.note if self.note == _BY_RANK_0 else why + self.note
+        detail = f"{backend} sink attention ({why}), linear memory, packed documents kept apart"
+        return Row(self.feature, "on", detail)
+
+
+def take_attention(
+    parts: ModelParts, config: UnslothConfig, patches: PatchSet, configs: ConfigSwap
+) -> TakenAttention | Row:
+    """Send the attention of this instance through the op, where ``config`` asks for it and the model lets it.
+
+    Args:
+        parts, config: of the model.
+        patches, configs: remember what was there before.
+
+    Returns:
+        What was done, or a row that says why nothing was.
+
+    Raises:
+        UnsupportedError: a backend was asked for, or rank 0 takes one, that this model or device can't have.
+    """
+    asked = config.attention
+    if asked is None:
+        return Row(TakenAttention.feature, "left alone", "switched off in the config")
+    sparing = asked == "auto" and config.memory_policy == "min_memory" and needs_less_memory(parts)
+    choice: Backend = "triton" if sparing else asked
+    if (reason := why_not(parts, asked=choice != "auto")) is not None:
+        if choice != "auto":
+            raise UnsupportedError(
+                expected=f"a model whose attention can be taken over, for attention={choice!r}",
+                got=f"{type(parts.causal_lm).__name__}: {reason}",
+                remedy="Use attention='auto' or None.",
+            )
+        if parts.has_sinks:
+            warn("Attention with sinks is left alone: %s. Packed documents may see each other.", reason)
+        return Row(TakenAttention.feature, "left alone", reason)
+    backend = _backend_of_all(parts, choice)
+    _patch(parts, patches, configs, backend)
+    note = ", in place of sdpa, which needs more memory" if sparing else _BY_RANK_0 if backend != choice else ""
+    return TakenAttention(parts, backend, note)
+
+
+def _call(parts: ModelParts, tokens: int | None = None) -> Call:
+    model: Any = parts.causal_lm
+    return Call(model.device, model.dtype, getattr(parts.layers[0].attention, "head_dim", 0), tokens, tokens)
+
+
+def _takes_fa4(parts: ModelParts) -> bool:
+    return prefers_fa4(_call(parts, 1 << 20))
+
+
+def _resolved(parts: ModelParts, choice: Backend) -> tuple[str, str]:
+    """What ``choice`` means for the model as it is now, and why."""
+    backend, why = resolve_backend(choice, _call(parts))
+    if choice == "auto" and _takes_fa4(parts):
+        why = f"{why}; fa4 on long full layers, measured faster"
+    return backend, why
+
+
+def _backend_of_all(parts: ModelParts, choice: Backend) -> Backend:
+    """The backend to note on this instance, the same on every rank.
 
     ``auto`` stays ``auto``, which chooses by the table at each call, unless rank 0 has other packages or another device
     than this rank; then it is what rank 0 takes.
 
-    Returns:
-        The backend to note on the instance, what that means for this model as it is now, and why.
-
     Raises:
         UnsupportedError: the backend, asked for or taken by rank 0, can't run here; or rank 0 does not apply.
     """
-    model: Any = parts.causal_lm
-    size = getattr(parts.layers[0].attention, "head_dim", 0)
-    call = Call(model.device, model.dtype, size)
-    backend, why = resolve_backend(choice, call)
+    call = _call(parts)
+    backend, _ = resolve_backend(choice, call)
     if choice != "auto":
-        return choice, backend, why
-    fa4 = prefers_fa4(Call(model.device, model.dtype, size, 1 << 20, 1 << 20))
-    device, mine = model.device.type, f"{backend} and fa4" if fa4 else backend
-    answer = answer_of_first(f"attention backend for heads of {size}, {model.dtype}", f"{device}: {mine}")
+        return choice
+    device, mine = call.device.type, f"{backend} and fa4" if _takes_fa4(parts) else backend
+    answer = answer_of_first(f"attention backend for heads of {call.head_size}, {call.dtype}", f"{device}: {mine}")
     its_device, _, first = answer.partition(": ")
     if first == mine or its_device != device:  # a model that is still to be moved says nothing about the others
-        return choice, backend, f"{why}; fa4 on long full layers, measured faster" if fa4 else why
+        return choice
     if first.endswith(" and fa4"):
         raise UnsupportedError(
             expected="flash-attn-4 on every rank, since rank 0 takes it",
@@ -118,20 +192,19 @@ def attention_backend(parts: ModelParts, choice: Backend) -> tuple[Backend, str,
             remedy="Install the same packages everywhere, or choose attention='triton'.",
         )
     taken = cast(Backend, first)
-    return taken, resolve_backend(taken, call)[0], "chosen by rank 0"
+    resolve_backend(taken, call)  # raises where it can't run
+    return taken
 
 
-def patch_attention(parts: ModelParts, patches: PatchSet, choice: Backend = "auto") -> ConfigSwap:
+def _patch(parts: ModelParts, patches: PatchSet, configs: ConfigSwap, backend: Backend) -> None:
     """Register our attention with transformers (once per process) and select it for this instance.
 
-    A choice other than ``auto`` is noted on each attention module, where the registered function looks for it.
+    A backend other than ``auto`` is noted on each attention module, where the registered function looks for it.
     """
     from unsloth_plugins.core.sink_attention import transformers_backend  # pulls in transformers: only when needed
 
     transformers_backend.register()
-    if choice != "auto":
+    if backend != "auto":
         for attention in filter(None, (layer.attention for layer in parts.layers)):
-            patches.set(attention, transformers_backend.CHOICE, choice)
-    swap = ConfigSwap()
-    swap.swap(parts, patches)
-    return swap
+            patches.set(attention, transformers_backend.CHOICE, backend)
+    configs.swap(parts, patches)

@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.loss import LazyLogits, linear_cross_entropy
 from unsloth_plugins.core.loss.op import head_cross_entropy
 from unsloth_plugins.core.patches import PatchSet
+from unsloth_plugins.core.report import Row
 
 _HEAD, _LOSS = "_unsloth_head", "_unsloth_loss"
 
@@ -208,7 +210,27 @@ def _follow_head(causal_lm: nn.Module, state: LossState) -> None:
         _patch_head(head, state.head_patches)
 
 
-def patch_loss(causal_lm: nn.Module, patches: PatchSet, chunk_mib: int, *, explicit: bool) -> str | None:
+def take_loss(causal_lm: nn.Module, config: UnslothConfig, patches: PatchSet) -> Row:
+    """Chunk the loss, where ``config`` asks for it and the model lets it, and say so.
+
+    Raises:
+        UnsupportedError: it was asked for, and the model computes another loss than transformers'.
+    """
+    if config.loss is None:
+        return Row("loss", "left alone", "switched off in the config")
+    reason = _patch_loss(causal_lm, patches, config.loss_mib, explicit=config.loss == "chunked")
+    if reason is None:
+        return Row("loss", "on", f"chunked cross entropy, {config.loss_mib} MiB of logits at a time")
+    if config.loss == "chunked":
+        raise UnsupportedError(
+            expected="a causal LM with transformers' loss, for loss='chunked'",
+            got=f"{type(causal_lm).__name__}: {reason}",
+            remedy="Use loss='auto' or None.",
+        )
+    return Row("loss", "left alone", reason)
+
+
+def _patch_loss(causal_lm: nn.Module, patches: PatchSet, chunk_mib: int, *, explicit: bool) -> str | None:
     """Chunk the loss of a causal LM. ``explicit``: a forward with labels whose loss is not chunked is an error.
 
     Returns:
@@ -233,7 +255,7 @@ def patch_loss(causal_lm: nn.Module, patches: PatchSet, chunk_mib: int, *, expli
 
 
 def unpatch_loss(causal_lm: nn.Module) -> None:
-    """Free the head; the rest is in the patch set given to ``patch_loss``."""
+    """Free the head; the rest is in the patch set given to ``take_loss``."""
     state: LossState | None = vars(causal_lm).get(_LOSS)
     if state is not None:
         state.head_patches.undo()

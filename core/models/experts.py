@@ -11,15 +11,17 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from unsloth_plugins.core.config import UnslothConfig
+from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.experts import ExpertLora, experts, top_k_routing
-from unsloth_plugins.core.experts.op import resolve_implementation
+from unsloth_plugins.core.experts.op import Choice, resolve_implementation
 from unsloth_plugins.core.experts.projection import DecodedExperts
 from unsloth_plugins.core.layers import GPT_OSS, Swiglu
 from unsloth_plugins.core.models.adapters import expert_adapters, linear_names_for_peft
@@ -30,6 +32,7 @@ from unsloth_plugins.core.mxfp4.weight import HostWeight, LogicalParameter, Pack
 from unsloth_plugins.core.offload.tail import holds
 from unsloth_plugins.core.offload.weights import StreamedPiece
 from unsloth_plugins.core.patches import PatchSet
+from unsloth_plugins.core.report import Row, meaning
 
 _CHOICE = "_unsloth_experts"
 DECODED = "_unsloth_decoded"  # where the decoded weights of the layer may stay
@@ -327,7 +330,73 @@ def patch_mlp(mlp: nn.Module, patches: PatchSet) -> None:
     patches.set(mlp, "forward", MethodType(_mlp_forward, mlp))
 
 
-def patch_experts(layer: LayerParts, patches: PatchSet, choice: str, *, by_groups: bool) -> None:
+@dataclass(frozen=True)
+class TakenExperts:
+    """The experts of one model, taken over.
+
+    Attributes:
+        layers: those with experts.
+        choice: of the implementation.
+        by_groups: whether a few are decoded at a time.
+        holding_bytes: a token, that each layer's can hold for backward; 0 where some can't.
+    """
+
+    layers: tuple[LayerParts, ...]
+    choice: Choice
+    by_groups: bool
+    holding_bytes: int
+    feature: ClassVar[str] = "experts"
+
+    def row(self) -> Row:
+        """By which implementation, where the model is now."""
+        experts_0: Any = self.layers[0].experts
+        weight: torch.Tensor = experts_0.gate_up_proj
+        resolve = functools.partial(resolve_implementation, self.choice, weight.device, weight.dtype)
+        resolved, why = meaning(self.choice, functools.partial(resolve, by_groups=self.by_groups))
+        kind = "packed MXFP4" if isinstance(experts_0, PackedExperts) else "dense"
+        routing = "routing in float32" if _all_routed(self.layers) else "the model's own routing"
+        return Row(self.feature, "on", f"{kind}, {resolved} ({why}), {routing}, {len(self.layers)} layers")
+
+
+def take_experts(parts: ModelParts, config: UnslothConfig, patches: PatchSet) -> TakenExperts | Row:
+    """Run the experts of this instance through the op, where ``config`` asks for it and there are any.
+
+    Returns:
+        What was done, or a row that says why nothing was.
+
+    Raises:
+        UnsupportedError: an implementation was asked for that does not run here, or of a model without experts.
+    """
+    choice = config.experts
+    layers = tuple(layer for layer in parts.layers if layer.experts is not None)
+    if choice is None:
+        return Row(TakenExperts.feature, "left alone", "switched off in the config")
+    if not layers:
+        if choice != "auto":
+            raise UnsupportedError(
+                expected=f"a model with recognised experts, for experts={choice!r}",
+                got=type(parts.causal_lm).__name__,
+                remedy="Use experts='auto' or None.",
+            )
+        return Row(TakenExperts.feature, "left alone", "none recognised")
+    each: list[Any] = [layer.experts for layer in layers]
+    by_groups = config.memory_policy == "min_memory" and max(map(decoded_bytes, each)) > GROUPS_FROM
+    weight: torch.Tensor = each[0].gate_up_proj
+    resolve_implementation(choice, weight.device, weight.dtype, by_groups=by_groups)  # raises where it can't run
+    for layer in layers:
+        _patch_layer(layer, patches, choice, by_groups=by_groups)
+    holding = 0
+    if choice != "reference" and _all_routed(layers) and len(layers) == len(parts.layers):
+        holding = max(holding_bytes(layer.experts, layer.router.top_k) for layer in layers)  # type: ignore[arg-type,union-attr]
+    return TakenExperts(layers, choice, by_groups, holding)
+
+
+def _all_routed(layers: Sequence[LayerParts]) -> bool:
+    """Whether the routing of all is ours, in float32."""
+    return all(layer.router is not None for layer in layers)
+
+
+def _patch_layer(layer: LayerParts, patches: PatchSet, choice: Choice, *, by_groups: bool) -> None:
     """Route in float32 where the router is known, and run one layer's experts through ``core.experts``."""
     assert layer.mlp is not None and layer.experts is not None
     if layer.router is not None:

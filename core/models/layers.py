@@ -12,19 +12,23 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
+from unsloth_plugins.core.config import UnslothConfig
+from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.layers import gated, rms_norm, rope
 from unsloth_plugins.core.layers.normed import note_normed
 from unsloth_plugins.core.layers.op import Implementation, resolve_implementation, why_reference
 from unsloth_plugins.core.layers.reference import Activation, NormRule
 from unsloth_plugins.core.layers.tiled_mlp import TILE, tiled_mlp
+from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.models.lora import linears_of
 from unsloth_plugins.core.offload.tail import holds
 from unsloth_plugins.core.patches import PatchSet
+from unsloth_plugins.core.report import Row, meaning
 
 Choice = Literal["auto", "triton", "reference"]
 _STATE = "_unsloth_layer"
@@ -254,7 +258,60 @@ def _rotating(forward: FunctionType, choice: Choice) -> _Attention | None:
     return _Attention(*both)
 
 
-def patch_layers(causal_lm: nn.Module, patches: PatchSet, choice: Choice) -> dict[str, int]:
+@dataclass(frozen=True)
+class TakenLayers:
+    """Norms, rotary embeddings and gated MLPs of one model, taken over.
+
+    Attributes:
+        decoder: of the model.
+        choice: of the implementation.
+        counts: of each kind.
+    """
+
+    decoder: nn.Module
+    choice: Choice
+    counts: dict[str, int]
+    feature: ClassVar[str] = "layers"
+
+    def row(self) -> Row:
+        """By which implementation, where the model is now."""
+        resolved, why = meaning(self.choice, lambda: _resolved(self.decoder, self.choice))
+        found = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        own = self.choice == "auto" and resolved == "reference"
+        how = "kernels on CUDA only" if own else "Triton kernels" if resolved == "triton" else "plain PyTorch"
+        return Row(self.feature, "left alone" if own else "on", f"{found}: {how} ({why})".replace("torch.", ""))
+
+
+def take_layers(parts: ModelParts, config: UnslothConfig, patches: PatchSet) -> TakenLayers | Row:
+    """Replace what is recognised in the whole model, where ``config`` asks for it.
+
+    Returns:
+        What was done, or a row that says why nothing was.
+
+    Raises:
+        UnsupportedError: an implementation was asked for that does not run here, or of a model with nothing known.
+    """
+    choice = config.layers
+    if choice is None:
+        return Row(TakenLayers.feature, "left alone", "switched off in the config")
+    _resolved(parts.decoder, choice)  # raises where it can't run
+    if counts := _patch(parts.causal_lm, patches, choice):
+        return TakenLayers(parts.decoder, choice, counts)
+    if choice != "auto":
+        raise UnsupportedError(
+            expected=f"a model with norms, rotary embedding or MLPs that are known, for layers={choice!r}",
+            got=type(parts.causal_lm).__name__,
+            remedy="Use layers='auto' or None.",
+        )
+    return Row(TakenLayers.feature, "left alone", "no norm, rotary embedding or MLP recognised")
+
+
+def _resolved(decoder: nn.Module, choice: Choice) -> tuple[str, str]:
+    parameter = next(iter(decoder.parameters()))
+    return resolve_implementation(choice, parameter.device, parameter.dtype)
+
+
+def _patch(causal_lm: nn.Module, patches: PatchSet, choice: Choice) -> dict[str, int]:
     """Replace what is recognised in the whole model.
 
     Returns:

@@ -14,13 +14,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from unsloth_plugins.core.layers.lora_linear import LoraProjection, LoraTerm, lora_linears
+from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.patches import PatchSet
+from unsloth_plugins.core.report import Row
 
 Choice = Literal["auto", "fused"]
 _STATE = "_unsloth_lora"
@@ -195,7 +197,44 @@ def _lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
     return mine
 
 
-def patch_lora(causal_lm: nn.Module, patches: PatchSet, choice: Choice) -> tuple[int, int, dict[str, int]]:
+@dataclass(frozen=True)
+class TakenLora:
+    """PEFT's LoRA on the linear layers of one model, taken over.
+
+    Attributes:
+        decoder: of the model.
+        choice: of the implementation.
+        layers, groups: that are ours.
+        left: why others are left to PEFT, and how many.
+    """
+
+    decoder: nn.Module
+    choice: Choice
+    layers: int
+    groups: int
+    left: dict[str, int]
+    feature: ClassVar[str] = "lora"
+
+    def row(self) -> Row:
+        """What runs where the model is now."""
+        others = "; ".join(f"{count} stay PEFT's: {reason}" for reason, count in self.left.items())
+        if not self.layers:
+            return Row(self.feature, "left alone", others or "no adapter on a linear layer so far")
+        detail = f"{self.layers} linear layers, {self.groups} groups that read their input once"
+        fused = self.choice == "fused" or next(iter(self.decoder.parameters())).is_cuda
+        if not fused:
+            detail += ": on CUDA only"
+        return Row(self.feature, "on" if fused else "left alone", f"{detail}; {others}" if others else detail)
+
+
+def take_lora(parts: ModelParts, choice: Choice | None, patches: PatchSet) -> TakenLora | Row:
+    """Replace the LoRA layers that are not replaced yet; ``choice`` is the option of that name."""
+    if choice is None:
+        return Row(TakenLora.feature, "left alone", "switched off in the config")
+    return TakenLora(parts.decoder, choice, *_patch(parts.causal_lm, patches, choice))
+
+
+def _patch(causal_lm: nn.Module, patches: PatchSet, choice: Choice) -> tuple[int, int, dict[str, int]]:
     """Replace what is not replaced yet.
 
     Returns:
@@ -243,7 +282,7 @@ def patch_lora(causal_lm: nn.Module, patches: PatchSet, choice: Choice) -> tuple
     return len(ours), len({id(group) for group in groups.values()}), dict(left)
 
 
-def keep_unpacked(causal_lm: nn.Module, patches: PatchSet) -> str | None:
+def keep_unpacked(causal_lm: nn.Module, patches: PatchSet) -> Row | None:
     """Keep bitsandbytes from repacking 4-bit weights on CPUs with AVX512-BF16, after which gradients are wrong.
 
     Its layers do so in the first evaluation without gradients and never take it back for training. Weights that are
@@ -263,4 +302,5 @@ def keep_unpacked(causal_lm: nn.Module, patches: PatchSet) -> str | None:
     if not layers:
         return None
     detail = f"bitsandbytes may not repack {len(layers)} layers for inference on this CPU"
-    return detail + (f"; {packed} had been, and their scales rounded: load them anew for exact ones" if packed else "")
+    detail += f"; {packed} had been, and their scales rounded: load them anew for exact ones" if packed else ""
+    return Row("4-bit weights", "on", detail)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.models.experts import PROJECTIONS, STREAM, PackedExperts, decoded_bytes
 from unsloth_plugins.core.offload.weights import WeightStream
 from unsloth_plugins.core.patches import PatchSet
+from unsloth_plugins.core.report import Row
 
 TRAINED_BYTES = 12  # of a trained number in float32: its gradient and Adam's two moments
 _EMBEDDING = "embedding"  # its key in a stream
@@ -73,7 +74,7 @@ def choose_weights(
     if (obstacle := obstacle_to_streaming(packed)) is not None:
         return False, obstacle
     if not memory.is_known(device):
-        return False, f"on {device.type} there is no device memory to spare"
+        return False, f"on {device.type}, where apply found it, there is no device memory to spare"
     layer_bytes = max(map(decoded_bytes, packed))
     adapters = [p for name, p in parts.causal_lm.named_parameters() if p.requires_grad and "lora_" in name]
     need = 2 * layer_bytes + TRAINED_BYTES * sum(p.numel() for p in adapters)
@@ -81,7 +82,58 @@ def choose_weights(
     return free < need, f"{free / 2**30:.1f} GiB free beside the model, a step takes {need / 2**30:.1f} GiB at least"
 
 
-def stream_experts(experts: PackedExperts, stream: WeightStream, index: int, patches: PatchSet) -> None:
+class PackedWeights:
+    """Where the packed experts of one model are, and the embedding before them.
+
+    Args:
+        parts: of the model.
+        why: they are there.
+
+    Attributes:
+        stream: where they wait; ``None`` while all weights are resident.
+        layers: the packed experts, one at least.
+    """
+
+    feature: ClassVar[str] = "weights"
+
+    def __init__(self, parts: ModelParts, why: str) -> None:
+        self.layers, self._parts = packed_layers(parts), parts
+        self.stream: WeightStream | None = None
+        self._why, self._embedding = why, ""
+
+    def send(self, why: str, patches: PatchSet) -> None:
+        """Keep them on the host from now on."""
+        self.stream, self._why = WeightStream(), why
+        for index, experts in enumerate(self.layers):
+            _stream_experts(experts, self.stream, index, patches)
+        if (reason := _why_embedding_stays(self._parts)) is None:
+            table = _stream_embedding(self._parts, self.stream, patches).weight
+            size = table.numel() * table.element_size()
+            self._embedding = f"; the embedding, {size / 2**30:.2f} GiB, there too"
+        else:
+            self._embedding = f"; the embedding stays with the model: {reason}"
+
+    def bring_back(self) -> None:
+        """Put streamed ones where the model is. To be called before their patches are undone."""
+        for experts in self.layers:
+            _unstream_experts(experts)
+        _unstream_embedding(self._parts, self.layers[0].gate_up_proj.device)
+
+    def row(self) -> Row:
+        """Where they are, why, and what was copied so far."""
+        if self.stream is None:
+            return Row(self.feature, "left alone", f"packed experts stay with the model ({self._why})")
+        size = sum(p.numel() for experts in self.layers for name in PROJECTIONS for p in experts.bytes_of(name))
+        detail = f"packed experts of {len(self.layers)} layers, {size / 2**30:.2f} GiB, on the host ({self._why})"
+        detail += self._embedding
+        if sent := self.stream.sent_bytes:
+            copies_ms, exposed_ms = self.stream.copy_ms()
+            waited = f" in {copies_ms:.0f} ms, of which {exposed_ms:.0f} ms waited for" if copies_ms else ""
+            detail += f"; {sent / 2**30:.2f} GiB copied to the device so far{waited}"
+        return Row(self.feature, "on", detail)
+
+
+def _stream_experts(experts: PackedExperts, stream: WeightStream, index: int, patches: PatchSet) -> None:
     """Keep the packed bytes of one layer on the host. From an accelerator they go there now; from the CPU they are
     taken to memory that a device can copy from at the first pass on one."""
     patches.set(experts, STREAM, (stream, index))
@@ -91,7 +143,7 @@ def stream_experts(experts: PackedExperts, stream: WeightStream, index: int, pat
             stream.settle((index, name), parameters, parameters[0].device)
 
 
-def unstream_experts(experts: nn.Module) -> None:
+def _unstream_experts(experts: nn.Module) -> None:
     """Put the bytes where the layer's other parameters are. To be called before its patches are undone."""
     stream, index = vars(experts).get(STREAM, (None, None))
     if stream is not None:
@@ -100,7 +152,7 @@ def unstream_experts(experts: nn.Module) -> None:
             stream.leave((index, name), parameters, experts.gate_up_proj.device)  # type: ignore[union-attr,arg-type]
 
 
-def why_embedding_stays(parts: ModelParts) -> str | None:
+def _why_embedding_stays(parts: ModelParts) -> str | None:
     """What keeps the input embedding with the model, or ``None``."""
     if (name := _embedding_name(parts)) is None:
         return "it is not a plain one"
@@ -116,8 +168,8 @@ def why_embedding_stays(parts: ModelParts) -> str | None:
     return None
 
 
-def stream_embedding(parts: ModelParts, stream: WeightStream, patches: PatchSet) -> nn.Embedding:
-    """Keep the input embedding on the host, as ``stream_experts`` does with experts; nothing may speak against it.
+def _stream_embedding(parts: ModelParts, stream: WeightStream, patches: PatchSet) -> nn.Embedding:
+    """Keep the input embedding on the host, as ``_stream_experts`` does with experts; nothing may speak against it.
 
     It becomes the decoder's last child: many ask the first parameter of a model for its device.
     """
@@ -134,7 +186,7 @@ def stream_embedding(parts: ModelParts, stream: WeightStream, patches: PatchSet)
     return embedding
 
 
-def unstream_embedding(parts: ModelParts, device: torch.device) -> None:
+def _unstream_embedding(parts: ModelParts, device: torch.device) -> None:
     """Put a streamed embedding on ``device``. To be called before its patches are undone."""
     for name, child in list(parts.decoder.named_children()):
         for module in child.modules() if name != "layers" else ():

@@ -65,7 +65,7 @@ def setup_of(applied: Applied) -> tuple[ModelShape, Setup]:
     causal_lm = applied.parts.causal_lm
     if _processes() > 1:
         raise _unplanned("one process", f"{_processes()}")
-    if not any(row.feature == "gradient checkpointing" and row.state == "on" for row in applied.rows):
+    if not applied.checkpointing.on:
         raise _unplanned("gradient checkpointing", "a model without")
     shape = find_shape(causal_lm.config)
     rank, targets = _lora_of(causal_lm)
@@ -214,8 +214,7 @@ def explain(error: BaseException, applied: Applied, *, optimizer: Optimizer | No
     try:
         shape, setup = setup_of(applied)
     except UnslothPluginsError:
-        on = any(row.feature == "gradient checkpointing" and row.state == "on" for row in applied.rows)
-        switch = "" if on else "the trainer's gradient_checkpointing=True, "
+        switch = "" if applied.checkpointing.on else "the trainer's gradient_checkpointing=True, "
         error.add_note(f'{text}What needs less: {switch}memory_policy="min_memory", fewer tokens a batch.')
         return
     setup = replace(setup, optimizer=optimizer or "adamw")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import io
 import pickle
@@ -135,7 +134,7 @@ def test_min_memory_takes_experts_by_groups_where_a_layer_has_many(monkeypatch: 
     applied = apply(model, memory_policy="min_memory")
     assert few not in applied.report()  # they fit at once
     applied.undo()
-    monkeypatch.setattr(importlib.import_module("unsloth_plugins.core.apply"), "GROUPS_FROM", 1)
+    monkeypatch.setattr("unsloth_plugins.core.models.experts.GROUPS_FROM", 1)
     assert few in apply(model, memory_policy="min_memory").report()
     assert "grouped_mm" in apply(model).report()
     assert "grouped_mm (asked for)" in apply(model, memory_policy="min_memory", experts="grouped_mm").report()
@@ -189,6 +188,34 @@ def test_report_says_what_was_and_was_not_taken() -> None:
     applied = apply(TINY["gpt2"]())
     assert applied.parts.binding == "generic" and "not recognised" in applied.report()
     assert {row.feature: row.state for row in applied.rows}["loss"] == "on"
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama"])
+def test_the_report_speaks_of_the_device_that_the_model_is_on_now(name: str) -> None:
+    model = get_peft_model(TINY[name](), LORA)
+    applied = apply(model)
+    on_cpu = applied.report()
+    assert "a tensor on cpu" in on_cpu
+    model.to("meta")
+    assert applied.report() == on_cpu.replace("a tensor on cpu", "a tensor on meta")
+    assert [row.detail for row in applied.rows if "on cpu" in row.detail] == []
+
+
+def test_a_report_where_what_was_asked_for_cannot_run_says_so_and_the_forward_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a move from a GPU to the CPU."""
+    model = tiny_gpt_oss()
+    with monkeypatch.context() as gpu:
+        gpu.setattr("unsloth_plugins.core.experts.op.why_no_triton", lambda *_: None)
+        gpu.setattr("unsloth_plugins.core.models.attention.resolve_backend", lambda choice, call: (choice, "a test"))
+        applied = apply(model, experts="triton", attention="triton")
+        assert "can't run here" not in applied.report()
+    report = applied.report()
+    for detail in ("dense, triton", "triton sink attention"):
+        assert f"{detail} (asked for, and can't run here: a tensor on cpu)" in report
+    with pytest.raises(UnsupportedError, match="a tensor on cpu"):
+        model(**batch_of(1, 5))
 
 
 def test_a_plain_module_is_left_alone_and_says_so() -> None:

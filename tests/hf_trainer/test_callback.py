@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments, set_seed
 
-from unsloth_plugins.core import applied_to, apply
+from unsloth_plugins.core import applied_to
 from unsloth_plugins.core.errors import ConfigError, ConflictError
+from unsloth_plugins.core.models import streaming
 from unsloth_plugins.core.mxfp4 import pack_experts
 from unsloth_plugins.core.offload.weights import WeightStream
 from unsloth_plugins.hf_trainer import UnslothCallback, prepare_model
@@ -314,8 +314,7 @@ def test_misspelt_option_names_the_right_one() -> None:
 
 def test_streamed_experts_train_and_resume_like_resident_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied at once on the CPU, which stands for a device; the Trainer moves the model there and saves it."""
-    module = sys.modules[apply.__module__]
-    monkeypatch.setattr(module, "WeightStream", functools.partial(WeightStream, everywhere=True))
+    monkeypatch.setattr(streaming, "WeightStream", functools.partial(WeightStream, everywhere=True))
     experts = dict(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
     curves = []
     for weights in ("resident", "streamed", "streamed, resumed"):

@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from unsloth_plugins.core import apply
+from unsloth_plugins.core.models import streaming
 from unsloth_plugins.core.offload.weights import WeightStream
 
 
@@ -118,5 +117,5 @@ def stream_through_copies(monkeypatch: pytest.MonkeyPatch) -> SimulatedCopies:
     """Streamed weights with the CPU as a device with late copies."""
     copies = SimulatedCopies(0, 0.3)
     stream = functools.partial(WeightStream, engine=lambda device: copies, everywhere=True)
-    monkeypatch.setattr(sys.modules[apply.__module__], "WeightStream", stream)
+    monkeypatch.setattr(streaming, "WeightStream", stream)
     return copies
