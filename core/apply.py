@@ -96,7 +96,9 @@ class Applied:
         return table(f"unsloth-plugins on {name} (binding: {self.parts.binding})", self.rows)
 
     def expect(self, tokens: int | None = None, optimizer: str = "") -> None:
-        """Predict, as a line of the report, what a step takes of a device with memory of its own.
+        """Predict, as a line of the report, what a step takes of the device that the model is on now.
+
+        Says nothing where that has no memory of its own. The line stays as it is until the next call.
 
         Args:
             tokens: of the longest batch, padding included; ``None`` where nobody knows.
