@@ -12,6 +12,8 @@ layers.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import os
 import statistics
@@ -75,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Worker:
-    """A child process that holds one implementation."""
+    """A child process that holds one implementation; it builds its model when it is first asked what it is about."""
 
     def __init__(self, impl: str, options: dict[str, Any], path: str | None, log: Path) -> None:
         self.impl = impl
@@ -93,7 +95,18 @@ class Worker:
             env=environment,
             cwd=Path(__file__).parent.parent,
         )
-        self.about = self._answer()
+
+    @functools.cached_property
+    def about(self) -> dict[str, Any]:
+        """What it built, or why it could not: ``error``."""
+        return self._reply_to("\n")
+
+    def _reply_to(self, line: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says how
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -106,15 +119,13 @@ class Worker:
 
     def ask(self, ctx: int, warm_up: bool, steps: int) -> dict[str, Any]:
         """One measurement."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"ctx": ctx, "warm_up": warm_up, "steps": steps}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
+        return self._reply_to(json.dumps({"ctx": ctx, "warm_up": warm_up, "steps": steps}) + "\n")
 
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:
@@ -259,10 +270,10 @@ def run(options: argparse.Namespace) -> int:
         phases = [[name] for name in peers if name == "transformers"]
         phases.append(["ours", *(name for name in peers if name != "transformers")])
         for phase in phases:
+            paths = {"ours": options.path, "unsloth": options.peer_path}
+            started = [Worker(name, settings, paths.get(name.split("_")[0]), logs / f"{name}.log") for name in phase]
             workers = []
-            for name in phase:
-                path = {"ours": options.path, "unsloth": options.peer_path}.get(name.split("_")[0])
-                worker = Worker(name, settings, path, logs / f"{name}.log")
+            for name, worker in zip(phase, started, strict=True):
                 if "error" in worker.about:
                     out.append(head | {"impl": name, "ctx": None} | worker.about)
                     print(name, worker.about["error"], flush=True)

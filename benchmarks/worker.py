@@ -268,11 +268,15 @@ def _optimizer(name: str, parameters: Any) -> Any:
 
 
 def main() -> None:
-    """Serve requests until standard input ends."""
+    """Import, build the model after the first line of standard input, then serve requests until it ends."""
     options = json.loads(sys.argv[1])
     if options["impl"].startswith("unsloth"):
         import unsloth  # noqa: F401  # must come before torch
+    import peft  # noqa: F401  # half a minute of imports that several processes can have at the same time
     import torch
+
+    if not sys.stdin.readline():
+        return
 
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory / 2**30
