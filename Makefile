@@ -26,7 +26,7 @@ test: .venv/.ready
 test-slow: .venv/.ready
 	$(PYTEST) -q -m "slow and not gpu"
 
-test-all: test test-slow
+test-all: test test-slow test-axolotl
 
 .venv-axolotl/.ready: pyproject.toml
 	test -x .venv-axolotl/bin/python || python3 -m venv .venv-axolotl
@@ -39,6 +39,7 @@ test-all: test test-slow
 test-axolotl: .venv-axolotl/.ready
 	.venv-axolotl/bin/python -m pytest -q tests/axolotl
 	.venv-axolotl/bin/python -m pytest -q tests/architecture -k "patch"
+	HF_HUB_OFFLINE=1 .venv-axolotl/bin/python -m pytest -q -m "not slow and not gpu" tests/hf_trainer tests/lightning
 
 # The newest releases of what the adapters stand on, upgraded at each run; reports what it ran with.
 NEWEST := transformers peft trl lightning accelerate
