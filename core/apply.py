@@ -172,10 +172,6 @@ class Applied:
                 detail = "save_pretrained also writes base_record.json, which merges check"
                 self._note(Row("saved adapters", "on", detail))
 
-    def lacks_adapters(self) -> bool:
-        """Whether an adapter asks for LoRA on experts that is not there."""
-        return bool(missing_adapters(self.parts))
-
     def _run(self) -> None:
         vars(self.parts.causal_lm)[_APPLIED] = self
         try:
@@ -279,6 +275,11 @@ def _tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, torc
 def applied_to(model: nn.Module) -> Applied | None:
     """What ``apply`` did to ``model`` (or the causal LM inside it), if it did."""
     return vars(recognise(model).causal_lm).get(_APPLIED)
+
+
+def lacks_adapters(model: nn.Module) -> bool:
+    """Whether an adapter of ``model``, patched or not, asks for LoRA on experts that ``apply`` would have to add."""
+    return bool(missing_adapters(recognise(model)))
 
 
 def apply(model: nn.Module, config: UnslothConfig | None = None, **options: Any) -> Applied:

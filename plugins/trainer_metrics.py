@@ -36,9 +36,12 @@ def report_first(trainer: Trainer) -> None:
 def explain_out_of_memory(trainer: Trainer) -> None:
     """Let an out-of-memory error of a training step say what can be changed: a note on the same error.
 
-    The trainer tells callbacks nothing of errors, so it is done from outside, on this instance, once it is built.
+    The trainer tells callbacks nothing of errors, so it is done from outside, on this instance, once it is built. A
+    second time changes nothing.
     """
     step = trainer.training_step
+    if getattr(step, "explains", False):
+        return
 
     @functools.wraps(step)
     def explained(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -50,6 +53,7 @@ def explain_out_of_memory(trainer: Trainer) -> None:
                 explain(error, applied, optimizer=optimizer_named(_optimizer_of(trainer.args)))
             raise
 
+    explained.explains = True  # type: ignore[attr-defined]
     trainer.training_step = explained  # type: ignore[method-assign]
 
 

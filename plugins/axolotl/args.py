@@ -6,18 +6,19 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, create_model, model_serializer, model_validator
 
 from unsloth_plugins.axolotl.conflicts import check_config
 from unsloth_plugins.core import UnslothConfig
 from unsloth_plugins.core.errors import ConfigError
+from unsloth_plugins.core.export import DTYPES
 
 _FIELDS = {field.name: field for field in dataclasses.fields(UnslothConfig)}
 _CAN_BE_OFF = ("attention", "experts", "layers", "lora", "loss", "host_memory_gib")
 _OFF = "off"
-_OWN = {"quiet": (bool, False), "save_merged": (str | None, None), "merged_dtype": (str, "bf16")}
+_OWN = {"quiet": (bool, False), "save_merged": (str | None, None), "merged_dtype": (Literal[DTYPES], "bf16")}
 """Options of this adapter: type and default."""
 
 

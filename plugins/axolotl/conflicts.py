@@ -15,6 +15,7 @@ _OWN = "set `gradient_checkpointing: true`; the inputs of the layers then wait i
 _EXPERTS = "one owner of the experts"
 _FORWARD = "one owner of the model's forward"
 _WHOLE = "whole parameters and whole rows on each process"
+_DDP = "`axolotl train FILE --launcher torchrun -- --nproc-per-node=N` is DDP; for FSDP2 use another adapter"
 _COMPUTED = "the layers and the loss are already taken over"
 
 # key -> (what is expected, why the line can go)
@@ -38,9 +39,9 @@ _TRUTHY = {
     "expert_backend": (_EXPERTS, "choose with `unsloth: {experts: ...}`"),
     "quantize_moe_experts": (_EXPERTS, "experts of an MXFP4 checkpoint stay packed by themselves"),
     "torch_compile": ("an uncompiled model", "patched forwards and offloaded checkpointing break its graph"),
-    "fsdp": (_WHOLE, "use data parallelism: `torchrun --nproc-per-node N` without a sharding plugin"),
-    "fsdp_config": (_WHOLE, "use data parallelism: `torchrun --nproc-per-node N` without a sharding plugin"),
-    "deepspeed": (_WHOLE, "use data parallelism: `torchrun --nproc-per-node N` without a sharding plugin"),
+    "fsdp": ("DDP, the only one tried under Axolotl", _DDP),
+    "fsdp_config": ("DDP, the only one tried under Axolotl", _DDP),
+    "deepspeed": ("parameters held by torch", _DDP),
 }
 _SIZES = ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size", "expert_parallel_size")
 _PLUGINS = {

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from unsloth_plugins.core import UnslothConfig, applied_to, apply
+from unsloth_plugins.core import UnslothConfig, applied_to, apply, lacks_adapters
 from unsloth_plugins.core.errors import ConfigError, ConflictError
-from unsloth_plugins.core.export import MergeReport, check_model, check_whole, merge_model
+from unsloth_plugins.core.export import MergeReport, check_dtype, check_model, check_whole, merge_model
 from unsloth_plugins.hf_trainer.conflicts import check_arguments
 from unsloth_plugins.trainer_metrics import TrainerMetrics
 
@@ -47,6 +47,7 @@ class UnslothCallback(TrainerMetrics):
 
     Raises:
         ConfigError: an option does not exist or has a wrong value.
+        UnsupportedError: ``merged_dtype`` needs a package that is missing.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class UnslothCallback(TrainerMetrics):
         **options: Any,
     ) -> None:
         super().__init__(quiet=quiet)
+        check_dtype(merged_dtype)
         self._merged_output = None if save_merged is None else Path(save_merged)
         self._merged_dtype = merged_dtype
         self._trained: dict[str, Any] = {}
@@ -73,12 +75,12 @@ class UnslothCallback(TrainerMetrics):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The trainer has just switched checkpointing on, and may have been given another model: follow it."""
-        known = applied_to(kwargs["model"])
-        if known is not None and known.lacks_adapters():
+        if lacks_adapters(kwargs["model"]):
             raise ConflictError(
-                expected="all adapters to be there when the trainer is built",
-                got="one added since, that asks for LoRA on experts, with an optimizer that does not know it",
-                remedy="Add adapters before the trainer, or call unsloth_plugins.apply(model) right after adding them.",
+                expected="LoRA on experts, which this callback adds, to be there before the optimizer",
+                got="an adapter, or this callback, or a model (model_init), that came after the trainer was built",
+                remedy="Add adapters before the trainer and give it the callback in callbacks=[...], or call "
+                "unsloth_plugins.apply(model) right after adding them, in model_init too.",
             )
         self._trained = {"model": kwargs["model"], "tokenizer": kwargs.get("processing_class"), "state": state}
         if self._merged_output is not None:

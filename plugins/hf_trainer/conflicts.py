@@ -25,11 +25,10 @@ def check_arguments(args: TrainingArguments, config: UnslothConfig) -> None:
             remedy="Remove use_liger_kernel=True; the chunked loss is already here.",
         )
     if args.torch_compile:
-        raise ConflictError(
-            expected="an uncompiled model",
-            got="torch_compile=True beside UnslothCallback",
-            remedy="Remove torch_compile=True; patched forwards and offloaded checkpointing break its graph.",
-        )
+        raise _compiled("torch_compile=True", "torch_compile=True")
+    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if dynamo.lower() not in ("", "no"):
+        raise _compiled(f"ACCELERATE_DYNAMO_BACKEND={dynamo}", "dynamo_backend from accelerate's config or launch line")
     if getattr(args, "deepspeed", None) or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true"):
         raise ConflictError(
             expected="parameters held by torch: whole (DDP) or sharded by FSDP2",
@@ -58,6 +57,14 @@ def check_arguments(args: TrainingArguments, config: UnslothConfig) -> None:
             remedy="Set it to {'use_reentrant': False} or leave it out, "
             "or keep it with UnslothCallback(gradient_checkpointing=False).",
         )
+
+
+def _compiled(got: str, line: str) -> ConflictError:
+    return ConflictError(
+        expected="an uncompiled model",
+        got=f"{got} beside UnslothCallback",
+        remedy=f"Remove {line}; patched forwards and offloaded checkpointing break its graph.",
+    )
 
 
 def _check_fsdp(args: TrainingArguments) -> None:

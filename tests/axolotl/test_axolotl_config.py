@@ -88,6 +88,7 @@ def test_every_option_is_in_the_schema() -> None:
         ({"attention": "flash"}, "`attention` to be one of 'auto'"),
         ({"loss_chunk_mib": "many"}, "`loss_chunk_mib` to be an integer"),
         ("auto", "one a line"),
+        ({"merged_dtype": "bf17"}, "mxfp4"),
     ],
 )
 def test_wrong_options_are_errors_with_the_right_name(options: Any, message: str, folder: Path) -> None:

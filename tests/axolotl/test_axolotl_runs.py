@@ -137,6 +137,9 @@ def test_two_ranks_train_as_one_with_all_the_batches(
     both = [load_file(folder / "adapter_model.safetensors") for folder in (two, one)]
     torch.testing.assert_close(*both, rtol=0, atol=1e-6)  # SGD: also the gradients
     assert printed.count("unsloth-plugins on ") == 1
+    ranks = [load_file(two / f"rank{rank}.safetensors") for rank in range(2)]
+    assert ranks[0].keys() == ranks[1].keys() and len(ranks[0]) == len(both[0])
+    assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
 
 
 def test_merge_lora_and_inference(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import GptOssForCausalLM
 
 import unsloth_plugins
+from unsloth_plugins.core import lacks_adapters
 from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 from unsloth_plugins.core.mxfp4 import pack_experts
 
@@ -110,8 +111,8 @@ def test_case_8_other_adapters_do_not_reach_experts_and_say_so(base: GptOssForCa
 def test_adapters_added_after_apply_are_completed_by_the_next(base: GptOssForCausalLM) -> None:
     applied = unsloth_plugins.apply(base)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=EVERYTHING))
-    assert applied.lacks_adapters()
-    assert unsloth_plugins.apply(model) is applied and not applied.lacks_adapters()
+    assert lacks_adapters(model)
+    assert unsloth_plugins.apply(model) is applied and not lacks_adapters(model)
     model.add_adapter("second", LoraConfig(r=4, target_modules=EVERYTHING))
     unsloth_plugins.apply(model)
     assert sum("experts" in name and "lora_" in name for name, _ in model.named_parameters()) == 32

@@ -300,6 +300,44 @@ def test_experts_asked_for_between_building_and_training_are_refused(tmp_path: P
         trainer.train()
 
 
+@pytest.mark.parametrize("late", ["callback", "model"])
+def test_expert_lora_that_would_come_after_the_optimizer_is_refused(late: str, tmp_path: Path) -> None:
+    def make() -> PeftModel:
+        return lora(tiny_gpt_oss(), target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+
+    given: dict[str, Any] = dict(args=arguments(tmp_path), train_dataset=Rows([24] * 8))
+    if late == "callback":
+        trainer = Trainer(make(), **given)
+        trainer.add_callback(UnslothCallback())
+    else:
+        trainer = Trainer(model_init=make, callbacks=[UnslothCallback()], **given)
+    with pytest.raises(ConflictError, match="in model_init too"):
+        trainer.train()
+
+
+def test_apply_in_model_init_trains_experts(tmp_path: Path) -> None:
+    def make() -> PeftModel:
+        return prepare_model(lora(tiny_gpt_oss(), target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"]))
+
+    trainer = Trainer(
+        model_init=make, args=arguments(tmp_path), train_dataset=Rows([24] * 8), callbacks=[UnslothCallback()]
+    )
+    trainer.train()
+    trained = [p for name, p in trainer.model.named_parameters() if "experts" in name and "lora_B" in name]
+    assert len(trained) == 8 and all(p.any() for p in trained)
+
+
+def test_a_merged_dtype_that_nobody_knows_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="'bf17'"):
+        UnslothCallback(merged_dtype="bf17")
+
+
+def test_a_launcher_that_compiles_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with pytest.raises(ConflictError, match="dynamo_backend"):
+        UnslothCallback().on_init_end(arguments(tmp_path), None, None, model=lora(tiny_llama()))  # type: ignore[arg-type]
+
+
 def test_several_gpus_in_one_process_are_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path)
     args._n_gpu = 2

@@ -97,6 +97,7 @@ def test_a_batch_that_cannot_fit_is_refused_before_its_forward(small_device: Non
 def test_out_of_memory_in_a_step_says_what_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _ = built(tmp_path, UnslothCallback(quiet=True))
     explain_out_of_memory(trainer)
+    explain_out_of_memory(trainer)  # harmless
     failure = torch.OutOfMemoryError("full")
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -105,7 +106,8 @@ def test_out_of_memory_in_a_step_says_what_to_change(tmp_path: Path, monkeypatch
     monkeypatch.setattr(trainer.accelerator, "backward", fail)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.train()
-    assert caught.value is failure and "48 tokens a batch" in failure.__notes__[0]
+    (note,) = failure.__notes__
+    assert caught.value is failure and "48 tokens a batch" in note
 
 
 def test_report_first_reaches_the_integrations(tmp_path: Path) -> None:

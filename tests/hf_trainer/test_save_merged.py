@@ -60,7 +60,6 @@ def test_what_would_prevent_the_merge_stops_before_the_first_step(tmp_path: Path
     for model, options, error, named in (
         (lora(tiny_llama()), dict(save_merged=tmp_path / "there"), ExportError, "does not exist yet"),
         (lora(tiny_llama()), dict(save_merged=tmp_path / "taken"), ExportError, "does not exist yet"),
-        (lora(tiny_llama()), dict(save_merged=tmp_path / "out", merged_dtype="int3"), ConfigError, "'int3'"),
         (lora(tiny_llama(), use_dora=True), dict(save_merged=tmp_path / "out"), UnsupportedError, "use_dora"),
         (tiny_llama(), dict(save_merged=tmp_path / "out"), ConfigError, "save_pretrained"),
     ):
