@@ -11,7 +11,13 @@ from unsloth_plugins.core import Applied, UnslothConfig
 from unsloth_plugins.core.errors import ConflictError
 from unsloth_plugins.core.meter import Meter
 from unsloth_plugins.core.planner.live import explain, optimizer_named
-from unsloth_plugins.lightning.models import apply_to_module, causal_lms, check_precision, report_of
+from unsloth_plugins.lightning.models import (
+    apply_to_module,
+    causal_lms,
+    check_optimizers,
+    check_precision,
+    report_of,
+)
 
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
@@ -82,20 +88,13 @@ class CallbackMixin(MetricsMixin):
         """Apply to models that ``setup`` or ``configure_model`` built; report. Optimizers and device are known now."""
         if not self.applied:
             self._apply(pl_module)
-            self._check_optimizers(trainer, pl_module)
+            check_optimizers(
+                trainer.optimizers,
+                self.applied,
+                "Use Trainer(strategy='unsloth') instead of UnslothCallback, or build the model in __init__.",
+            )
         expect_memory(self.applied, trainer)
         self._report()
-
-    def _check_optimizers(self, trainer: Any, pl_module: Any) -> None:
-        optimized = {id(p) for opt in trainer.optimizers for group in opt.param_groups for p in group["params"]}
-        lost = [name for name, p in pl_module.named_parameters() if p.requires_grad and id(p) not in optimized]
-        added = [name for name in lost if ".experts." in name and ".lora_" in name]
-        if added:
-            raise ConflictError(
-                expected="adapters on experts to exist before the optimizer",
-                got=f"{len(added)} that could only be added after it, such as {added[0]}",
-                remedy="Use Trainer(strategy='unsloth') instead of UnslothCallback, or build the model in __init__.",
-            )
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """As ``on_fit_start``, for ``Trainer.validate``."""

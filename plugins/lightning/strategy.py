@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from unsloth_plugins.core import Applied, UnslothConfig
-from unsloth_plugins.core.errors import ConfigError, ModelError, UnsupportedError
+from unsloth_plugins.core.errors import ConfigError, ConflictError, ModelError, UnsupportedError
 from unsloth_plugins.core.export import MergeReport, check_whole, merge_model
 from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import add_missing_adapters
@@ -18,6 +18,7 @@ from unsloth_plugins.lightning.callback import MetricsMixin, expect_memory
 from unsloth_plugins.lightning.models import (
     apply_to_module,
     causal_lms,
+    check_optimizers,
     check_precision,
     check_sharded_precision,
     report_of,
@@ -26,6 +27,7 @@ from unsloth_plugins.lightning.options import split, with_options_in_signature
 from unsloth_plugins.lightning.sharding import shard, sharded_state, whole
 
 _NOT_BROADCAST = "_ddp_params_and_buffers_to_ignore"  # torch's name
+_MAKE_IT = "Make the optimizer in configure_optimizers, from the parameters as they are there."
 _Base: Any = object  # each root's DDPStrategy comes in beside it
 
 
@@ -97,6 +99,11 @@ class StrategyMixin(_Base):
         super().model_to_device()
         assert self.lightning_module is not None
         self.applied = apply_to_module(self.lightning_module, self.config)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Lightning's; one that was made before the adapters on experts is refused."""
+        super().setup_optimizers(trainer)
+        check_optimizers(self.optimizers, self.applied, _MAKE_IT)
 
     def teardown(self) -> None:
         """The metrics go with the run; the models stay patched, for evaluation after it."""
@@ -212,9 +219,17 @@ class ShardingMixin(StrategyMixin):
         """Nothing: the parameters bring their communication with them."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Lightning's; optimizers whose kernels don't know sharded parameters are refused."""
+        """Lightning's; optimizers over whole parameters, or whose kernels take only those, are refused."""
         super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        held = {id(p) for p in self.lightning_module.parameters()}
         for optimizer in self.optimizers:
+            if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
+                raise ConflictError(
+                    expected="an optimizer over the sharded parameters",
+                    got=f"{type(optimizer).__name__} over others, as they were before sharding",
+                    remedy=_MAKE_IT,
+                )
             if type(optimizer).__module__.startswith("bitsandbytes"):
                 raise UnsupportedError(
                     expected="an optimizer for sharded parameters, such as torch.optim.AdamW",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import batch_of, tiny_gpt2, tiny_gpt_oss, tiny_llama
-from fitting import ROOTS, batches, classes, lora, module_of, root_of, trainer_of
+from fitting import EXPERTS, ROOTS, batches, classes, lora, module_of, root_of, trainer_of
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import LlamaForCausalLM
 
@@ -139,6 +139,25 @@ def test_what_sharding_refuses(tmp_path: Path, process_group: None) -> None:
         fit(module)
     with pytest.raises(UnsupportedError, match="16-mixed"):
         check_sharded_precision(type("Plugin", (), {"precision": "16-mixed"})())
+
+
+@pytest.mark.parametrize("strategy", ["unsloth", "unsloth_fsdp"])
+def test_an_optimizer_made_before_its_parameters_is_refused(strategy: str, tmp_path: Path, process_group: None) -> None:
+    """It would leave adapters on experts untrained, and all that is sharded."""
+    module = module_of(pl, lambda: lora(tiny_gpt_oss(), EXPERTS))
+    early = module.configure_optimizers()
+    module.configure_optimizers = lambda: early
+    with pytest.raises(ConflictError, match="configure_optimizers"):
+        trainer_of(pl, tmp_path, strategy=strategy).fit(module, batches())
+
+
+def test_a_trainable_copy_that_no_optimizer_has_is_let_through(tmp_path: Path) -> None:
+    module = module_of(pl, lambda: lora(tiny_gpt_oss(), EXPERTS))
+    module.reference = lora(tiny_gpt_oss(), EXPERTS)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    module.configure_optimizers = lambda: sgd([p for p in module.model.parameters() if p.requires_grad])
+    trainer_of(pl, tmp_path, strategy="unsloth").fit(module, batches())
+    assert len(module.losses) == 3
 
 
 def test_gradient_checkpointing_follows_the_model_or_the_option(tmp_path: Path) -> None:
