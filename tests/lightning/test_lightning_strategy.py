@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from fitting import EXPERTS, ROOTS, batches, classes, lora, module_of, root_of, 
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import LlamaForCausalLM
 
-import unsloth_plugins.lightning  # noqa: F401
+import unsloth_plugins.lightning
 from unsloth_plugins.core import UnslothConfig, applied_to
 from unsloth_plugins.core.errors import ConfigError, ConflictError, ExportError, ModelError, UnsupportedError
 from unsloth_plugins.core.export import merge
 
 pl = root_of("lightning.pytorch")
+README = Path(unsloth_plugins.lightning.__file__).with_name("README.md")
 
 
 def curve(make: Any, folder: Path, strategy: Any, **options: Any) -> list[float]:
@@ -247,7 +249,9 @@ def test_validate_test_and_predict_agree_with_stock(tmp_path: Path) -> None:
 
 
 def test_case_15_accumulation_weighs_tokens_not_batches(tmp_path: Path) -> None:
-    """Lightning averages over micro-batches; a module that counts tokens passes ``num_items_in_batch``."""
+    """By the line that the README gives: Lightning divides by the number of micro-batches."""
+    line = re.search(r"`loss = (self\.model\(.*)`", README.read_text())
+    assert line is not None
     generator = torch.Generator().manual_seed(0)
     rows = []
     for length in (3, 50, 7, 120):
@@ -256,8 +260,8 @@ def test_case_15_accumulation_weighs_tokens_not_batches(tmp_path: Path) -> None:
     whole = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
     count = sum((row["labels"][:, 1:] != -100).sum() for row in rows)
 
-    def step(module: Any, times: int, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return module.model(**batch, num_items_in_batch=count).loss * times
+    def step(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return eval(line[1], {"self": module, "batch": batch, "count": count})
 
     def sgd(module: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1e-2)
@@ -265,8 +269,7 @@ def test_case_15_accumulation_weighs_tokens_not_batches(tmp_path: Path) -> None:
     grads = []
     for data, accumulate in (([whole], 1), (rows, 4)):
         module = module_of(pl, lambda: lora(tiny_gpt_oss()))
-
-        module.training_step = functools.partial(step, module, accumulate)
+        module.training_step = functools.partial(step, module)
         module.configure_optimizers = functools.partial(sgd, module)
         trainer = trainer_of(pl, tmp_path, strategy="unsloth", accumulate_grad_batches=accumulate, max_steps=1)
         trainer.fit(module, DataLoader(data, batch_size=None))
