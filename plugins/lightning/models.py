@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,10 +14,29 @@ from unsloth_plugins.core.errors import ConflictError, ModelError, UnsupportedEr
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
 
 
-def causal_lms(module: nn.Module) -> list[nn.Module]:
-    """The transformers models with a language head below ``module``, each once; PEFT's wrappers are looked through.
+def models_of(module: nn.Module) -> list[nn.Module]:
+    """What ``apply`` is called with, each once: the causal LMs below ``module``.
 
-    A model below ``torch.compile``'s wrapper is returned as the wrapper, for ``apply`` to refuse.
+    Where there are none, the other transformers models; where there are none either, the children with parameters.
+    """
+    return (
+        causal_lms(module)
+        or _outermost(module, lambda each: isinstance(each, PreTrainedModel))
+        or [child for child in module.children() if next(child.parameters(), None) is not None]
+    )
+
+
+def causal_lms(module: nn.Module) -> list[nn.Module]:
+    """The transformers models with a language head below ``module``, each once; PEFT's wrappers are looked through."""
+    return _outermost(
+        module, lambda each: isinstance(each, PreTrainedModel) and each.get_output_embeddings() is not None
+    )
+
+
+def _outermost(module: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """The modules that are ``wanted`` and not below another such.
+
+    One below ``torch.compile``'s wrapper is returned as the wrapper, for ``apply`` to refuse.
     """
     found: list[nn.Module] = []
     seen: set[int] = set()
@@ -26,7 +45,7 @@ def causal_lms(module: nn.Module) -> list[nn.Module]:
         if id(current) in seen:
             return
         seen.add(id(current))
-        if isinstance(current, PreTrainedModel) and current.get_output_embeddings() is not None:
+        if wanted(current):
             found.append(current)
             return
         before = len(found)
@@ -40,7 +59,7 @@ def causal_lms(module: nn.Module) -> list[nn.Module]:
 
 
 def apply_to_module(module: nn.Module, config: UnslothConfig) -> tuple[Applied, ...]:
-    """Apply to each causal LM of a LightningModule.
+    """Apply to each model of a LightningModule, by ``models_of``.
 
     Raises:
         ModelError: there is none.
@@ -52,12 +71,11 @@ def apply_to_module(module: nn.Module, config: UnslothConfig) -> tuple[Applied, 
             got=f"torch.compile({type(module).__name__})",
             remedy="Remove torch.compile; patched forwards and offloaded checkpointing break its graph.",
         )
-    models = causal_lms(module)
+    models = models_of(module)
     if not models:
-        held = ", ".join(f"{name}: {type(child).__name__}" for name, child in module.named_children())
         raise ModelError(
-            expected="a transformers causal LM (PEFT-wrapped or not) among the attributes of the LightningModule",
-            got=f"{type(module).__name__} with {held or 'no submodules'}",
+            expected="a model among the attributes of the LightningModule",
+            got=f"{type(module).__name__} without a submodule that has parameters",
             remedy="Build it in __init__ or configure_model and keep it on self, or use another strategy.",
         )
     applied = tuple(apply(model, config) for model in models)

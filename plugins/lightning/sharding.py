@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from unsloth_plugins.core.models import recognise
-from unsloth_plugins.lightning.models import causal_lms
+from unsloth_plugins.lightning.models import models_of
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -34,7 +34,7 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> None:
             first = parameter.detach().to(mesh.device_type)
             torch.distributed.broadcast(first, 0)
             parameter.detach().copy_(first)
-    for model in causal_lms(module):
+    for model in models_of(module):
         for layer in recognise(model).layers:
             fully_shard(layer.layer, mesh=mesh)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)

@@ -17,10 +17,10 @@ from unsloth_plugins.core.models.adapters import add_missing_adapters
 from unsloth_plugins.lightning.callback import MetricsMixin, expect_memory
 from unsloth_plugins.lightning.models import (
     apply_to_module,
-    causal_lms,
     check_optimizers,
     check_precision,
     check_sharded_precision,
+    models_of,
     report_of,
 )
 from unsloth_plugins.lightning.options import split, with_options_in_signature
@@ -149,7 +149,7 @@ class StrategyMixin(_Base):
         """
         module = self.lightning_module
         assert module is not None
-        for model in causal_lms(module):
+        for model in models_of(module):
             add_missing_adapters(recognise(model))  # those that setup would add come too late for this checkpoint
         stored = checkpoint["state_dict"]
         if strict:
@@ -201,7 +201,7 @@ class ShardingMixin(StrategyMixin):
                 got="automatic_optimization = False",
                 remedy="Use strategy='unsloth_ddp': FSDP has to see the end of training_step before backward.",
             )
-        for model in causal_lms(module):
+        for model in models_of(module):
             add_missing_adapters(recognise(model))  # parameters can't be added to what is sharded
         shard(module, init_device_mesh(self.root_device.type, (self.world_size,)))
         names = [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]

@@ -115,10 +115,9 @@ def test_refusals(tmp_path: Path) -> None:
         trainer.strategy.__class__ = type("X", (type(trainer.strategy),), {})
         sharding = type("ModelParallelStrategy", (), {})
         UnslothCallback().setup(type("T", (), {"strategy": sharding()})(), module, "fit")
-    with pytest.raises(ModelError, match="causal LM"):
-        import torch
-
-        empty = module_of(pl, lambda: torch.nn.Linear(1, 1))
+    with pytest.raises(ModelError, match="without a submodule"):
+        empty = module_of(pl, torch.nn.Identity)
+        empty.configure_optimizers = lambda: None
         trainer_of(pl, tmp_path, callbacks=[UnslothCallback()]).fit(empty, batches())
     with pytest.raises(ConfigError, match="loss_chunk_mib"):
         UnslothCallback(loss_chunk_mb=1)

@@ -14,7 +14,7 @@ import torch
 from conftest import batch_of, tiny_gpt2, tiny_gpt_oss, tiny_llama
 from fitting import EXPERTS, ROOTS, batches, classes, lora, module_of, root_of, trainer_of
 from torch.utils.data import DataLoader, RandomSampler
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 import unsloth_plugins.lightning
 from unsloth_plugins.core import UnslothConfig, applied_to
@@ -189,9 +189,92 @@ def test_several_models_are_all_patched_and_frozen_ones_too(tmp_path: Path) -> N
     assert all(applied_to(model) is not None for model in (module.model, module.reference["inner"]))
 
 
+def plain_module(**parts: torch.nn.Module) -> Any:
+    """A LightningModule without a causal LM: its parts one after the other, up to a linear layer."""
+
+    class Plain(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[float] = []
+            for name, part in parts.items():
+                self.add_module(name, part)
+
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            out = batch["input_ids"]
+            for part in self.children():
+                out = part(out)
+                out = getattr(out, "logits", out)
+            loss = out.float().square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    return Plain()
+
+
+def torch_parts() -> dict[str, torch.nn.Module]:
+    torch.manual_seed(0)
+    body = torch.nn.Sequential(torch.nn.Embedding(160, 16), torch.nn.Linear(16, 16)).requires_grad_(False)
+    return {"body": body, "act": torch.nn.Tanh(), "head": torch.nn.Linear(16, 4)}
+
+
+def classifier_parts() -> dict[str, torch.nn.Module]:
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=160,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(config).requires_grad_(False)
+    model.score.requires_grad_(True)
+    return {"model": model}
+
+
+KINDS = [
+    (torch_parts, ["Sequential", "Linear"], {"head.weight", "head.bias"}),
+    (classifier_parts, ["LlamaForSequenceClassification"], {"model.score.weight"}),
+]
+
+
+@pytest.mark.parametrize("strategy", ["unsloth", "unsloth_fsdp", "callback"])
+@pytest.mark.parametrize(("parts", "taken", "trained"), KINDS)
+def test_models_without_a_language_head_train_as_in_stock(
+    parts: Any, taken: list[str], trained: set[str], strategy: str, tmp_path: Path, process_group: None
+) -> None:
+    stock, module = plain_module(**parts()), plain_module(**parts())
+    trainer_of(pl, tmp_path).fit(stock, batches())
+    callbacks = [classes(pl).UnslothCallback()] if strategy == "callback" else []
+    trainer = trainer_of(
+        pl,
+        tmp_path,
+        strategy="auto" if callbacks else strategy,
+        callbacks=callbacks,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, batches())
+    assert module.losses == pytest.approx(stock.losses, rel=1e-5) and len(set(stock.losses)) == 3
+    applied = (callbacks or [trainer.strategy])[0].applied
+    assert [type(each.model).__name__ for each in applied] == taken
+    assert all("left alone" in each.report() for each in applied)
+    if not callbacks:
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        stored = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
+        assert stored.keys() == trained
+        again = plain_module(**parts())
+        trainer_of(pl, tmp_path, strategy="unsloth", max_steps=4).fit(
+            again, batches(), ckpt_path=tmp_path / "last.ckpt"
+        )
+        assert len(again.losses) == 1
+
+
 def test_without_a_model_there_is_one_clear_message(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="model: Linear.*__init__ or configure_model"):
-        trainer_of(pl, tmp_path, strategy="unsloth").fit(module_of(pl, lambda: torch.nn.Linear(2, 2)), batches())
+    with pytest.raises(ModelError, match="without a submodule.*__init__ or configure_model"):
+        trainer_of(pl, tmp_path, strategy="unsloth").fit(module_of(pl, torch.nn.Identity), batches())
 
 
 def test_compiled_modules_are_refused(tmp_path: Path) -> None:
