@@ -78,6 +78,7 @@ class CallbackMixin(MetricsMixin):
         """Check for conflicts, and apply to models that were built in ``__init__``: before a checkpoint is restored."""
         self.applied = ()
         _check_strategy(trainer.strategy)
+        _check_single(trainer.callbacks)
         check_precision(trainer.precision_plugin)
         if causal_lms(pl_module):
             self._apply(pl_module)
@@ -130,6 +131,16 @@ def expect_memory(applied: tuple[Applied, ...], trainer: Any) -> None:
     if len(applied) == 1 and trainer.state.fn == "fit":
         applied[0].sync_checkpointing()
         applied[0].expect(optimizer=_optimizer_of(trainer))
+
+
+def _check_single(callbacks: list[Any]) -> None:
+    count = sum(isinstance(each, CallbackMixin) for each in callbacks)
+    if count > 1:
+        raise ConflictError(
+            expected="one UnslothCallback",
+            got=f"{count}, of which the last would overrule the options of the others",
+            remedy="Remove all but one, from Trainer(callbacks=...) and from configure_callbacks.",
+        )
 
 
 def _check_strategy(strategy: Any) -> None:

@@ -12,7 +12,7 @@ from conftest import batch_of, tiny_gpt_oss, tiny_llama
 from fitting import EXPERTS, batches, classes, lora, module_of, root_of, trainer_of
 from torch.utils.data import DataLoader
 
-from unsloth_plugins.core import UnslothConfig
+from unsloth_plugins.core import UnslothConfig, applied_to
 from unsloth_plugins.core.device import DeviceMemory
 from unsloth_plugins.core.errors import ConfigError, ConflictError, ModelError, UnsupportedError
 from unsloth_plugins.core.planner import live
@@ -108,6 +108,10 @@ def test_refusals(tmp_path: Path) -> None:
     module = module_of(pl, tiny_llama)
     with pytest.raises(ConflictError, match="Remove UnslothCallback"):
         trainer_of(pl, tmp_path, strategy="unsloth", callbacks=[UnslothCallback()]).fit(module, batches())
+    with pytest.raises(ConflictError, match="one UnslothCallback; got 2"):
+        both = [UnslothCallback(), UnslothCallback(loss=None)]
+        trainer_of(pl, tmp_path, callbacks=both).fit(module, batches())
+    assert applied_to(module.model) is None
     with pytest.raises(UnsupportedError, match="16-true"):
         trainer_of(pl, tmp_path, precision="16-true", callbacks=[UnslothCallback()]).fit(module, batches())
     with pytest.raises(ConflictError, match="ModelParallelStrategy"):
