@@ -49,6 +49,7 @@ class StrategyMixin(_Base):
         super().__init__(**others)
         self.quiet = quiet
         self.applied: tuple[Applied, ...] = ()
+        self._connected: Any = None  # the module that _trained is of; Lightning overwrites its own before connect
         self._trained: set[str] = set()
         self._trainer: Any = None
         self._metrics: MetricsMixin | None = None
@@ -75,6 +76,12 @@ class StrategyMixin(_Base):
         return model if self._alone else super()._setup_model(model)
 
     # --- lifecycle
+
+    def connect(self, model: Any) -> None:
+        """Lightning's, at the start of each run; what another module trained before is forgotten."""
+        if model is not self._connected:
+            self._connected, self._trained = model, set()
+        super().connect(model)
 
     def setup(self, trainer: Any) -> None:
         """Lightning's setup, in the middle of which ``model_to_device`` applies; then the report and the metrics."""

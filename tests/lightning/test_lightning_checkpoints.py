@@ -112,6 +112,25 @@ def test_what_was_trained_and_then_frozen_is_saved_too(tmp_path: Path) -> None:
     assert "model.lm_head.weight" in torch.load(tmp_path / "one.ckpt", weights_only=False)["state_dict"]
 
 
+def test_a_trainer_used_again_saves_what_its_last_module_trained(tmp_path: Path) -> None:
+    trainer, _ = fit(tiny_llama, tmp_path, 1)
+    head = module_of(pl, lambda: tiny_llama().requires_grad_(False))
+    head.model.lm_head.requires_grad_(True)
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(head, batches())
+    assert len(head.losses) == 1
+    trainer.save_checkpoint(tmp_path / "head.ckpt")
+    assert list(torch.load(tmp_path / "head.ckpt", weights_only=False)["state_dict"]) == ["model.lm_head.weight"]
+
+
+def test_a_module_that_is_evaluated_in_between_keeps_what_it_trained(tmp_path: Path) -> None:
+    trainer, module = fit(tiny_llama, tmp_path, 1)
+    module.model.lm_head.requires_grad_(False)
+    trainer.validate(module, batches(1), verbose=False)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    assert "model.lm_head.weight" in torch.load(tmp_path / "one.ckpt", weights_only=False)["state_dict"]
+
+
 def test_a_checkpoint_alone_evaluates(tmp_path: Path) -> None:
     trainer, module = fit(packed, tmp_path, 3)
     trainer.save_checkpoint(tmp_path / "three.ckpt")
