@@ -1,6 +1,7 @@
 """Run as a script: fit on as many CPU processes as asked for, and write what each rank ends up with.
 
-argv: root of Lightning, strategy, devices, accumulate_grad_batches, folder for the results.
+argv: root of Lightning, strategy, devices, accumulate_grad_batches, folder for the results, "all" or "some" experts
+with tokens; with "some" the head trains too.
 """
 
 from __future__ import annotations
@@ -22,13 +23,22 @@ from unsloth_plugins.core.mxfp4 import pack_experts  # noqa: E402
 from unsloth_plugins.lightning.sharding import whole  # noqa: E402
 
 
-def make() -> Any:
+def all_experts() -> Any:
     model = lora(pack_experts(tiny_gpt_oss()), EXPERTS)
     model.gradient_checkpointing_enable()
     return model
 
 
-def check_resume(pl: Any, strategy: str, devices: int, folder: Path) -> None:
+def some_experts() -> Any:
+    base = tiny_gpt_oss(num_experts_per_tok=1)
+    for layer in base.model.layers:
+        layer.mlp.router.bias.data[2:] = -1e4
+    model = lora(pack_experts(base), EXPERTS, modules_to_save=["lm_head"])
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def check_resume(pl: Any, make: Any, strategy: str, devices: int, folder: Path) -> None:
     """Four AdamW steps equal two, a checkpoint, and two more from it; and a module can be evaluated without a fit."""
 
     def fit(steps: int, ckpt_path: Path | None = None) -> tuple[Any, Any]:
@@ -56,6 +66,7 @@ def check_resume(pl: Any, strategy: str, devices: int, folder: Path) -> None:
 
 def main() -> None:
     pl, strategy, folder = root_of(sys.argv[1]), sys.argv[2], Path(sys.argv[5])
+    make = {"all": all_experts, "some": some_experts}[sys.argv[6]]
 
     module = module_of(pl, make)
     module.configure_optimizers = lambda: torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
@@ -76,7 +87,7 @@ def main() -> None:
     torch.save({"trained": trained, "held": held, "n_packed": len(packed)}, folder / f"rank{trainer.global_rank}.pt")
     trainer.save_checkpoint(folder / "last.ckpt")
     if strategy == "unsloth_fsdp":
-        check_resume(pl, strategy, int(sys.argv[3]), folder)
+        check_resume(pl, make, strategy, int(sys.argv[3]), folder)
 
 
 if __name__ == "__main__":
