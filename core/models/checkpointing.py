@@ -66,7 +66,7 @@ class Checkpointing:
             )
         for module in modules:
             self._patches.set(module, "gradient_checkpointing", True)
-            if not hasattr(module, "_gradient_checkpointing_func"):
+            if getattr(module, "_gradient_checkpointing_func", None) is None:
                 self._patches.set(
                     module, "_gradient_checkpointing_func", functools.partial(checkpoint, use_reentrant=False)
                 )

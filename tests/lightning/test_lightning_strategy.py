@@ -114,15 +114,15 @@ def test_options_have_the_names_of_the_config(tmp_path: Path) -> None:
             UnslothStrategy(**{wrong: 1})
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
     """Lightning makes one of a single process; it must not outlive the test."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def test_what_sharding_refuses(tmp_path: Path, process_group: None) -> None:
+def test_what_sharding_refuses(tmp_path: Path) -> None:
     from unsloth_plugins.lightning.models import check_sharded_precision
 
     def fit(module: Any) -> None:
@@ -144,7 +144,7 @@ def test_what_sharding_refuses(tmp_path: Path, process_group: None) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["unsloth", "unsloth_fsdp"])
-def test_an_optimizer_made_before_its_parameters_is_refused(strategy: str, tmp_path: Path, process_group: None) -> None:
+def test_an_optimizer_made_before_its_parameters_is_refused(strategy: str, tmp_path: Path) -> None:
     """It would leave adapters on experts untrained, and all that is sharded."""
     module = module_of(pl, lambda: lora(tiny_gpt_oss(), EXPERTS))
     early = module.configure_optimizers()
@@ -244,7 +244,7 @@ KINDS = [
 @pytest.mark.parametrize("strategy", ["unsloth", "unsloth_fsdp", "callback"])
 @pytest.mark.parametrize(("parts", "taken", "trained"), KINDS)
 def test_models_without_a_language_head_train_as_in_stock(
-    parts: Any, taken: list[str], trained: set[str], strategy: str, tmp_path: Path, process_group: None
+    parts: Any, taken: list[str], trained: set[str], strategy: str, tmp_path: Path
 ) -> None:
     stock, module = plain_module(**parts()), plain_module(**parts())
     trainer_of(pl, tmp_path).fit(stock, batches())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,7 +169,8 @@ def saved_bytes(run: Any) -> int:
     return sum(sizes.values())
 
 
-def test_diffusers_unet_trains_with_equal_gradients_and_keeps_less() -> None:
+def diffusers_unet() -> tuple[Any, Callable[[], torch.Tensor]]:
+    """A UNet of diffusers, and a loss of it."""
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
     unet = diffusers.UNet2DConditionModel(
@@ -184,10 +186,11 @@ def test_diffusers_unet_trains_with_equal_gradients_and_keeps_less() -> None:
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
     ).train()
     x, time, text = torch.randn(2, 4, 16, 16), torch.tensor([3, 7]), torch.randn(2, 5, 12)
+    return unet, lambda: unet(x, time, encoder_hidden_states=text).sample.square().sum()
 
-    def run() -> torch.Tensor:
-        return unet(x, time, encoder_hidden_states=text).sample.square().sum()  # type: ignore[no-any-return]
 
+def test_diffusers_unet_trains_with_equal_gradients_and_keeps_less() -> None:
+    unet, run = diffusers_unet()
     want, plain = torch.autograd.grad(run(), list(unet.parameters())), saved_bytes(run)
     store = late()
     done = checkpoint_modules(unet, r"(down|up)_blocks\.\d+|mid_block", store)
@@ -196,6 +199,20 @@ def test_diffusers_unet_trains_with_equal_gradients_and_keeps_less() -> None:
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     assert store.sent_bytes > 0 and store.held_bytes == 0
     assert saved_bytes(run) < 0.2 * plain
+
+
+def test_apply_switches_on_the_checkpointing_of_a_diffusers_unet() -> None:
+    unet, run = diffusers_unet()
+    want = torch.autograd.grad(run(), list(unet.parameters()))
+    options: dict[str, Any] = dict(memory_policy="offload_all", offload_min_bytes=0)
+    applied = apply(unet, gradient_checkpointing=True, **options)
+    got = torch.autograd.grad(run(), list(unet.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert applied.store.sent_bytes > 0 and applied.store.held_bytes == 0
+    applied.undo()
+    assert all(
+        torch.equal(a, b) for a, b in zip(want, torch.autograd.grad(run(), list(unet.parameters())), strict=True)
+    )
 
 
 def test_mamba_keeps_less() -> None:

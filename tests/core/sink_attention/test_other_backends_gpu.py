@@ -82,7 +82,7 @@ def test_fa4_sums_by_groups_of_heads_hold_little_memory() -> None:
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(o, [q, k, v], weight)  # type: ignore[arg-type]
     results = q.numel() * 2 + 2 * k.numel() * 2
-    assert torch.cuda.max_memory_allocated() - before < results * 2 + 1.5 * fa4._GROUP_BYTES
+    assert torch.cuda.max_memory_allocated() - before < results * 2 + 1.5 * fa4.GROUP_BYTES
 
 
 @pytest.mark.parametrize("deterministic", [True, None])
