@@ -121,6 +121,11 @@ class MemoryBudget:
         """
         self._seen[index] = _Layer(tokens, kept_bytes, input_bytes, surviving_bytes)
 
+    def stayed(self, n_bytes: int) -> None:
+        """An input of a layer waits on the device in a forward without a plan: no part of what a step needs."""
+        if self.plan is None:
+            self._extra += n_bytes
+
     def backward_started(self, grad: Any = None) -> None:
         """The backward of the last layer starts."""
         self._together, self._forwards = max(self._together, self._forwards), 0

@@ -117,7 +117,9 @@ class LayerCheckpoint:
             with holding(budget.holds(self.index)):
                 out = function(*args, **_without_ours(kwargs))
         else:
+            stayed = self.store.stayed_bytes
             out = self._checkpointed(function, args, kwargs)
+            budget.stayed(min(self.store.stayed_bytes - stayed, _bytes_of(args)))
         if self.index == budget.layers - 1:
             last = out[0] if isinstance(out, tuple) else out
             if isinstance(last, torch.Tensor) and last.requires_grad:
@@ -151,10 +153,8 @@ class LayerCheckpoint:
         """``function`` that tells the budget what it leaves on the device when it runs the second time."""
         budget, index = self.budget, self.index
         assert budget is not None
-        tensors = [each for each in args if isinstance(each, torch.Tensor)]
-        tokens, device = budget.tokens, tensors[0].device if tensors else None
-        input_bytes = sum(each.numel() * each.element_size() for each in tensors)
-        del tensors
+        tokens, input_bytes = budget.tokens, _bytes_of(args)
+        device = next((each.device for each in args if isinstance(each, torch.Tensor)), None)
         runs = 0
 
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -171,6 +171,10 @@ class LayerCheckpoint:
                 budget.measured(index, tokens, left + input_bytes, waiting, survivors.offered_bytes)
 
         return measured
+
+
+def _bytes_of(args: tuple[Any, ...]) -> int:
+    return sum(each.numel() * each.element_size() for each in args if isinstance(each, torch.Tensor))
 
 
 def _without_ours(kwargs: dict[str, Any]) -> dict[str, Any]:

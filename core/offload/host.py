@@ -38,6 +38,7 @@ class HostStore:
         moving: under ``"auto"`` on CUDA, whether to move, where somebody knows; ``None`` to look at the memory in use.
         peak_bytes: high-water mark of ``held_bytes`` since construction or ``reset_peak``.
         total_bytes: ever taken in.
+        stayed_bytes: ever left on a device with room, under ``"auto"``.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class HostStore:
         self.offload, self.min_bytes, self.limit_bytes, self.hold = offload, min_bytes, limit_bytes, hold
         self.moving: bool | None = None
         self.layers = 0
-        self.peak_bytes = self.total_bytes = 0
+        self.peak_bytes = self.total_bytes = self.stayed_bytes = 0
         self._engine = engine
         self._transfers: dict[torch.device, Transfers] = {}
         self._pieces: weakref.WeakValueDictionary[tuple[int, ...], Parked] = weakref.WeakValueDictionary()
@@ -142,6 +143,7 @@ class HostStore:
         if self.offload == "auto" and tensor.is_cuda:
             moving = memory_in_use(tensor.device) >= _PLENTY if self.moving is None else self.moving
             if not moving:
+                self.stayed_bytes += n_bytes
                 return Left(self, tensor, 0)
         if self.offload is not True and not is_accelerator(tensor.device):
             return self._account(Left(self, tensor, n_bytes), n_bytes)

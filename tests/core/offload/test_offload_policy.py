@@ -9,6 +9,7 @@ from torch import nn
 
 from unsloth_plugins.core import apply
 from unsloth_plugins.core.errors import UnsupportedError
+from unsloth_plugins.core.offload import HostStore
 from unsloth_plugins.core.offload.budget import MemoryBudget
 from unsloth_plugins.core.offload.policy import Plan, choose
 
@@ -105,6 +106,46 @@ def test_layers_are_kept_from_the_second_step_on_and_fewer_of_longer_ones() -> N
         budget.measured(index, 9, 23, 2)
     budget.begin(torch.device("cuda"), 9)
     assert budget.plan is not None and budget.layers - budget.plan.first_kept == 1
+
+
+class Working(FakeMemory):
+    """A device on which a step takes 500 bytes and what the plan, or the lack of one, holds."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(room)
+        self.held = 0
+
+    def peak(self, device: torch.device) -> int:
+        return 1500 + self.held
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_inputs_that_waited_on_the_device_at_first_are_no_part_of_what_a_step_needs(stays: bool) -> None:
+    memory = Working(100)
+    budget = MemoryBudget(memory)
+    budget.layers = 4
+    for _ in range(3):
+        budget.begin(torch.device("cuda"), 8)
+        memory.held = 40 * stays if budget.plan is None else budget.plan.device_bytes
+        for index in reversed(range(4)) if budget.plan is None else ():
+            budget.stayed(10 * stays)
+            budget.measured(index, 8, 30, 10)
+        budget.backward_ended()
+    assert budget.plan is not None and (budget.plan.first_kept, budget.plan.kept_bytes) == (1, 90)
+
+
+def test_the_budget_hears_of_the_inputs_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stay(store: HostStore, tensor: torch.Tensor) -> torch.Tensor:
+        store.stayed_bytes += tensor.numel() * tensor.element_size()
+        return tensor
+
+    model, heard = tiny_llama(num_hidden_layers=4), []
+    applied = apply(model, attention="eager", gradient_checkpointing=True, offload_min_bytes=0)
+    monkeypatch.setattr(HostStore, "pack", stay)
+    monkeypatch.setattr(applied.budget, "stayed", heard.append)
+    loss_and_grads(model, **batch_of(2, 16))
+    hidden = 2 * 16 * model.config.hidden_size * 4
+    assert heard == [hidden] * 4  # and not the angles and the mask, which all layers share
 
 
 class FakeDecoded:
