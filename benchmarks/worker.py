@@ -251,10 +251,20 @@ class Stepper:
         except torch.OutOfMemoryError:
             answer["oom"] = True
             self.optimizer.zero_grad(set_to_none=True)
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()  # the other implementations share this card and take turns
+        self._make_room()
         return answer
+
+    def _make_room(self) -> None:
+        """The other implementations share this card and take turns: what only saves time goes."""
+        if "unsloth_plugins" in sys.modules:  # else the model is a peer's
+            from unsloth_plugins.core import applied_to
+
+            applied = applied_to(self.model)
+            if applied is not None and applied.budget is not None:
+                applied.budget.rest()
+        gc.collect()
+        if self.device.type == "cuda":
+            self.torch.cuda.empty_cache()
 
 
 def _optimizer(name: str, parameters: Any) -> Any:
