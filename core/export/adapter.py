@@ -18,7 +18,7 @@ import torch
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.adapter_config import read_adapter_config
-from unsloth_plugins.core.export.base import Base
+from unsloth_plugins.core.export.base import Base, spans
 from unsloth_plugins.core.export.tensors import FileTensors, Info, MemoryTensors, Source
 
 _PREFIX = "base_model.model."
@@ -151,8 +151,7 @@ class Adapter:
         """
         pairs: dict[str, dict[str, str]] = {}
         adapted, whole = set[str](), set[str]()
-        for key in self.source.infos:
-            name = key.removeprefix(_PREFIX)
+        for key, name in self._names(base).items():
             match = _LORA.match(name)
             if match:
                 pairs.setdefault(match["stem"], {})[match["part"]] = key
@@ -170,6 +169,46 @@ class Adapter:
             adapted.add(module)
             self._pair(base, module, stem.count(".base_layer"), sorted(depths[module], reverse=True), parts, changes)
         self._check_complete(base, adapted, whole)
+
+    def _names(self, base: Base) -> dict[str, str]:
+        """Each key with its name in the base model, without what PEFT saves twice of an embedding that has grown.
+
+        ``X.weight`` and ``X.modules_to_save.weight`` are the trained one, ``X.original_module.weight`` is the one
+        before, which nothing needs then. A tied head has the trained rows of the embedding once more.
+
+        Raises:
+            ExportError: two that should be equal are not.
+        """
+        names = {key: key.removeprefix(_PREFIX) for key in self.source.infos}
+        keys = {name: key for key, name in names.items()}
+        head, embedding = (
+            f"{(one or '').removesuffix('.weight')}.token_adapter." for one in (base.head, base.embedding)
+        )
+        for name, key in keys.items():
+            if ".original_module." in name:
+                kept = (name.replace(".original_module.", part) for part in (".", ".modules_to_save."))
+                if any(one in keys for one in kept):
+                    del names[key]
+            elif ".modules_to_save." in name:
+                plain = name.replace(".modules_to_save.", ".")
+                names[key] = plain
+                if plain in keys:
+                    del names[key]
+                    self._check_equal(keys[plain], key)
+            elif base.tied and name.startswith(head) and (same := name.replace(head, embedding)) in keys:
+                del names[key]
+                self._check_equal(keys[same], key)
+        return names
+
+    def _check_equal(self, one: str, other: str) -> None:
+        read, info = self.source.read, self.source.infos[one]
+        pieces = spans(info) if info == self.source.infos[other] else ()
+        if not pieces or not all(torch.equal(read(one, *piece), read(other, *piece)) for piece in pieces):
+            raise ExportError(
+                expected=f"{one} and {other} to be equal in {self.file.name}",
+                got="different numbers",
+                remedy="The adapter is damaged: save it again.",
+            )
 
     def _pair(
         self,
@@ -257,7 +296,7 @@ class Adapter:
 
     def _stored(self, base: Base, key: str, name: str, changes: dict[str, Changes]) -> str:
         """A whole tensor: trained, or the base's own because it was resized. Returns its name in the base."""
-        plain = name.replace(".base_layer", "")
+        plain = name.replace(".base_layer", "").replace(".token_adapter", "")
         head = plain == base.head and base.tied
         reference = plain if plain in base.infos else (base.embedding if head else None)
         if reference is None:

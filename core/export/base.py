@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -306,4 +306,30 @@ def base_of_model(model: Any) -> Base:
             continue
         seen.add(where)
         tensors[plain] = tensor
-    return Base(MemoryTensors(tensors), inner.config.to_dict())
+    return Base(MemoryTensors(tensors), config_of(inner))
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    """The config of a live model as a dict; empty where it has none, as a plain module."""
+    config: Any = getattr(model, "config", None)
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    return dict(config) if isinstance(config, Mapping) else {}
+
+
+def same_numbers(one: Base, other: Base) -> bool:
+    """Whether samples of the tensors that both have are equal in the coarser of their dtypes, whatever their packing.
+
+    Of each tensor its first and middle row, or its first expert; rows that one of them has beyond the other's, as after
+    a vocabulary grew, are not looked at. Of two dtypes of a size ``one``'s counts.
+    """
+    for name, info in one.infos.items():
+        there = other.infos.get(name)
+        if there is None or info.shape[1:] != there.shape[1:] or not info.shape:
+            continue
+        rows = min(info.shape[0], there.shape[0])
+        for row in {0, rows // 2} if len(info.shape) < 3 else {0}:
+            a, b = one.read(name, row, row + 1).cpu(), other.read(name, row, row + 1).cpu()
+            coarser = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+            if not torch.equal(a.to(coarser), b.to(coarser)):
+                return False
+    return True

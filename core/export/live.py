@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
@@ -15,13 +16,14 @@ from torch import nn
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.adapter import Adapter
 from unsloth_plugins.core.export.adapter_config import check_kind
-from unsloth_plugins.core.export.base import base_of_model, fingerprint, open_base
+from unsloth_plugins.core.export.base import base_of_model, config_of, fingerprint, open_base, same_numbers
 from unsloth_plugins.core.export.folder import check_new, check_space, scratch
 from unsloth_plugins.core.export.merge import SHARD_BYTES, MergeReport, check_dtype, write_merged
 from unsloth_plugins.core.export.provenance import BASE_RECORD, record_base
 from unsloth_plugins.core.export.tensors import Progress, Source
 from unsloth_plugins.core.patches import PatchSet
 
+_log = logging.getLogger(__name__)
 _SAVING = "_unsloth_saving"
 
 
@@ -101,30 +103,35 @@ def _recording(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _record(model: Any, adapter: str, folder: Path) -> None:
-    forms = _forms(model) if model.peft_config[adapter].peft_type == "LORA" else []  # others are not merged
-    if forms:
-        record_base(folder, *forms)
-    else:
+    """Of an adapter that was just saved. A run must not end for want of a record: whatever happens is a warning."""
+    try:
         (folder / BASE_RECORD).unlink(missing_ok=True)  # of an adapter that was there before
+        forms = _forms(model) if model.peft_config[adapter].peft_type == "LORA" else []  # others are not merged
+        if forms:
+            record_base(folder, *forms)
+    except Exception as error:
+        _log.warning("No %s beside %s, so merges can't check its base by content: %r", BASE_RECORD, folder, error)
 
 
 def _forms(model: Any) -> list[Source]:
     """The base's weights in memory and on disk, where another dtype or packing gives them another fingerprint.
 
     In memory they are not to be had where adapters are merged into them, where this process holds a part of them, or
-    where they are quantised in a way that can't be read. Those that were quantised when they were loaded, or since, are
-    not those of the folder.
+    where they are quantised in a way that can't be read; the folder is taken at its word then. Else it counts if its
+    numbers are those in memory. Those that were quantised when they were loaded, or since, are not those of the folder.
     """
-    found: list[Source] = []
+    here = there = None
     if not _merged_in(model):
         with contextlib.suppress(UnsupportedError):
-            found.append(base_of_model(model).source)
+            here = base_of_model(model)
     with contextlib.suppress(ExportError, UnsupportedError):
         folder = _folder(model)
         there = None if folder is None else open_base(folder)
-        if there is not None and (_is_quantised(there.config) or not _is_quantised(model.config.to_dict())):
-            found.append(there.source)
-    return found
+    if there is not None and _is_quantised(config_of(model.get_base_model())) and not _is_quantised(there.config):
+        there = None
+    if here is not None and there is not None and not same_numbers(here, there):
+        there = None
+    return [form.source for form in (here, there) if form is not None]
 
 
 def _is_quantised(config: dict[str, Any]) -> bool:
@@ -180,7 +187,7 @@ def _peft_model(module: nn.Module) -> tuple[Any, str]:
 
 
 def _name(model: Any) -> str:
-    return str(getattr(model.config, "name_or_path", "") or "")
+    return str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
 
 
 def _folder(model: Any) -> Path | None:

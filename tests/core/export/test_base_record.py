@@ -12,7 +12,7 @@ import torch
 from conftest import tiny_gpt_oss, tiny_llama
 from merge_cases import ATTENTION, EVERYTHING, randomise, save_llama, save_packed
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from unsloth_plugins.core import apply
 from unsloth_plugins.core.errors import ExportError
@@ -60,6 +60,48 @@ def test_packed_experts_resident_and_streamed(weights: str, tmp_path: Path) -> N
     model.save_pretrained(tmp_path / "adapter")
     check_merges(base, other, tmp_path / "adapter")
     assert len(set(fingerprints(tmp_path / "adapter"))) == 1  # in memory as in the folder
+
+
+def test_weights_that_are_no_longer_those_of_the_folder(tmp_path: Path) -> None:
+    """Trained, merged into the model, and trained again: the second adapter is one of the merged weights."""
+    base = save_llama(tmp_path / "base")
+    first = lora(llama(base))
+    randomise(first)
+    tuned = first.merge_and_unload()
+    tuned.save_pretrained(tmp_path / "tuned")
+    second = lora(tuned)
+    apply(second)
+    randomise(second)
+    second.save_pretrained(tmp_path / "adapter")
+    check_merges(tmp_path / "tuned", base, tmp_path / "adapter")
+
+
+def test_packed_weights_of_the_folder_that_were_decoded_when_loaded(tmp_path: Path) -> None:
+    base, other = (save_packed(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1)))
+    config = Mxfp4Config(dequantize=True)
+    model = lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, quantization_config=config))
+    apply(model)
+    model.save_pretrained(tmp_path / "adapter")
+    check_merges(base, other, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("config", [None, {"model_type": "own"}])
+def test_modules_without_a_transformers_config_are_saved(config: dict[str, str] | None, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    if config is not None:
+        model.config = config  # type: ignore[assignment]
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["0"]))
+    apply(wrapped)
+    wrapped.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").is_file() and len(fingerprints(tmp_path)) == 1
+
+
+def test_a_record_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = lora(tiny_llama())
+    apply(model)
+    (tmp_path / "base_record.json").mkdir()
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").is_file() and "No base_record.json beside" in caplog.text
 
 
 def test_each_saved_adapter_gets_it(tmp_path: Path) -> None:

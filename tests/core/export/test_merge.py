@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -508,6 +509,43 @@ def test_case_22_new_rows_are_kept(tmp_path: Path, tied: bool, target: list[str]
     again = reload(tmp_path / "out")
     assert again.config.vocab_size == 168 and again.get_output_embeddings().weight.shape[0] == 168
     torch.testing.assert_close(logits(again), logits(model.eval()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"trainable_token_indices": {"embed_tokens": [5, 160, 167]}},
+    ],
+    ids=["both", "embedding", "rows"],
+)
+def test_case_22_new_rows_trained_as_a_whole_or_alone(tmp_path: Path, tied: bool, options: dict[str, Any]) -> None:
+    base = save_llama(tmp_path / "base", tie_word_embeddings=tied)
+    loaded = AutoModelForCausalLM.from_pretrained(base)
+    loaded.resize_token_embeddings(168)
+    model = get_peft_model(loaded, LoraConfig(r=4, target_modules=["q_proj"], **options))
+    randomise(model)
+    model.save_pretrained(tmp_path / "adapter")
+    merge(base, tmp_path / "adapter", tmp_path / "out", dtype="fp32")
+    merge_model(model, tmp_path / "live", dtype="fp32")
+    for folder in ("out", "live"):
+        torch.testing.assert_close(logits(reload(tmp_path / folder)), logits(model.eval()), rtol=1e-5, atol=1e-5)
+
+
+def test_two_saved_embeddings_that_differ_are_an_error(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    loaded = AutoModelForCausalLM.from_pretrained(base)
+    loaded.resize_token_embeddings(168)
+    options: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    get_peft_model(loaded, LoraConfig(r=4, **options)).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    changed = load_file(file)
+    changed["base_model.model.model.embed_tokens.modules_to_save.weight"] += 1
+    save_file(changed, file)
+    with pytest.raises(ExportError, match="to be equal in adapter_model.safetensors"):
+        merge(base, tmp_path / "adapter", tmp_path / "out")
 
 
 def test_modules_to_save_and_the_trained_router(tmp_path: Path) -> None:
