@@ -14,7 +14,10 @@ from typing import Any
 from unsloth_plugins.core.errors import ConflictError, ExportError
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
-_NOT_COPIED = ("config.json", "adapter_config.json", "export_manifest.json", "trainer_state.json", ".gitattributes")
+_NOT_COPIED = (
+    *("config.json", "adapter_config.json", "base_record.json", "export_manifest.json", "trainer_state.json"),
+    ".gitattributes",
+)
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
@@ -219,12 +222,16 @@ def side_files(base: Path | None, adapters: Sequence[Path]) -> list[tuple[Path, 
             if path.is_file() and path.suffix not in _WEIGHTS and name not in _NOT_COPIED and "index.json" not in name:
                 found[name] = path
         found |= _templates(base)
-    for folder in adapters:
-        if (folder / "tokenizer_config.json").is_file():
-            found = {name: path for name, path in found.items() if name not in _TOKENIZER and "/" not in name}
-            found |= {name: folder / name for name in _TOKENIZER if (folder / name).is_file()}
-            found |= _templates(folder)
+    if (folder := tokenizer_folder(adapters)) is not None:
+        found = {name: path for name, path in found.items() if name not in _TOKENIZER and "/" not in name}
+        found |= {name: folder / name for name in _TOKENIZER if (folder / name).is_file()}
+        found |= _templates(folder)
     return [(path, name) for name, path in found.items()]
+
+
+def tokenizer_folder(adapters: Sequence[Path]) -> Path | None:
+    """The adapter whose tokenizer goes along, if any: the last one that has one."""
+    return next((each for each in reversed(adapters) if (each / "tokenizer_config.json").is_file()), None)
 
 
 def _templates(folder: Path) -> dict[str, Path]:

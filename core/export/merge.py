@@ -16,7 +16,15 @@ from unsloth_plugins.core.errors import ConfigError, ExportError
 from unsloth_plugins.core.export import four_bit
 from unsloth_plugins.core.export.adapter import Adapter
 from unsloth_plugins.core.export.base import Base, check_device, fingerprint, open_base, resolve_folder, spans
-from unsloth_plugins.core.export.folder import appearing, check_space, cleaned_config, copy_files, side_files
+from unsloth_plugins.core.export.folder import (
+    appearing,
+    check_space,
+    cleaned_config,
+    copy_files,
+    side_files,
+    tokenizer_folder,
+)
+from unsloth_plugins.core.export.gguf_vocab import load_tokenizer
 from unsloth_plugins.core.export.journal import Journal
 from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.packed import Requantised, packed_outputs, quantization_of
@@ -29,7 +37,7 @@ from unsloth_plugins.core.export.provenance import (
     plan_of,
     stored_behind,
 )
-from unsloth_plugins.core.export.tensors import FileTensors, Info, Output, Progress, write_shards
+from unsloth_plugins.core.export.tensors import FileTensors, Info, Output, Progress, read_json, write_shards
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -177,6 +185,7 @@ def write_merged(
     _log.info("%s needs %s bytes", output, f"{report.bytes_needed:,}")
     if base.tied and not merged.tied:
         notes.append("The head is no longer the embedding: it was written as a tensor of its own.")
+    special = _special_ids(merged, tokenizer_folder([adapter.folder for adapter in adapters]), notes)
     options = dict(dtype=dtype, max_shard_bytes=max_shard_bytes, device=str(base.device))
     adapter_hashes = [hashes_of(one) for one in adapters]
     plan = plan_of(base.source, adapters, adapter_hashes, outputs, where, **options)
@@ -197,6 +206,9 @@ def write_merged(
         copy_files(files, place)
         for name, text in (extra_files or {}).items():
             (place / name).write_text(text, encoding="utf-8")
+        if special and (generation := place / "generation_config.json").is_file():
+            told = _with_ids(read_json(generation), special)
+            generation.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         manifest = manifest_of(
             adapters,
             dtype,
@@ -209,10 +221,42 @@ def write_merged(
             files=hashes,
         )
         (place / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        config = _config(merged, dtype, quantization)
+        config = _with_ids(_config(merged, dtype, quantization), special)
         (place / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         journal.close()
     return report
+
+
+def _special_ids(merged: Merged, folder: Path | None, notes: list[str]) -> dict[str, int]:
+    """``eos_token_id`` and ``pad_token_id`` of the tokenizer in ``folder``, with which the adapter was trained."""
+    if folder is None:
+        return {}
+    try:
+        tokenizer = load_tokenizer(folder)
+    except ExportError as error:
+        notes.append(f"The adapter's tokenizer is copied unread, so where the model stops stays the base's: {error}")
+        return {}
+    last, rows = max(tokenizer.get_vocab().values(), default=0), merged.vocab_size or math.inf
+    if last >= rows:
+        notes.append(
+            f"The tokenizer in {folder} has ids up to {last}, the embedding {rows} rows: text with the last ones "
+            "fails. Call model.resize_token_embeddings before training, or leave those tokens out."
+        )
+    found = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return {name: number for name, number in found.items() if number is not None and number < rows}
+
+
+def _with_ids(config: dict[str, Any], special: Mapping[str, int]) -> dict[str, Any]:
+    """A config that stops at the tokenizer's end too, beside where it stops already, and pads as the tokenizer does."""
+    told = dict(config)
+    if (eos := special.get("eos_token_id")) is not None:
+        stops = config.get("eos_token_id")
+        stops = [stop for stop in (stops if isinstance(stops, list) else [stops]) if stop is not None]
+        if eos not in stops:
+            told["eos_token_id"] = [*stops, eos] if stops else eos
+    if config.get("pad_token_id") is None and "pad_token_id" in special:
+        told["pad_token_id"] = special["pad_token_id"]
+    return told
 
 
 def plain_outputs(merged: Merged, dtype: torch.dtype) -> list[Output]:

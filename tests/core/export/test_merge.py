@@ -28,7 +28,8 @@ from merge_cases import (
 )
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export import merge, merge_model, record_base
@@ -656,9 +657,33 @@ def test_side_files_come_along_and_the_adapters_tokenizer_wins(tmp_path: Path) -
     assert (tmp_path / "out" / "README.md").read_text() == "base README.md" and "pytorch_model.bin" not in copied
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "adapter" / name).write_text(f"adapter {name}")
-    merge(base, tmp_path / "adapter", tmp_path / "second")
+    notes = merge(base, tmp_path / "adapter", tmp_path / "second").notes
+    assert any("copied unread" in note for note in notes)
     assert (tmp_path / "second" / "tokenizer.json").read_text() == "adapter tokenizer.json"
     assert not (tmp_path / "second" / "special_tokens_map.json").exists()  # the two sets are not mixed
+
+
+@pytest.mark.parametrize(
+    ("stops", "end", "rows", "told"),
+    [(1, 5, 160, [1, 5]), (5, 5, 160, 5), (None, 5, 160, 5), ([1, 7], 5, 160, [1, 7, 5]), (1, 159, 159, 1)],
+)
+def test_the_merged_model_stops_where_the_adapters_tokenizer_does(
+    stops: Any, end: int, rows: int, told: Any, tmp_path: Path
+) -> None:
+    base = save_llama(tmp_path / "base", vocab_size=rows, pad_token_id=None)
+    for name in ("config.json", "generation_config.json"):
+        (base / name).write_text(json.dumps(json.loads((base / name).read_text()) | {"eos_token_id": stops}))
+    train_llama(base, tmp_path / "adapter")
+    words = {f"w{number}": number for number in range(160)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), eos_token=f"w{end}", pad_token="w2"
+    )
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    notes = merge(base, tmp_path / "adapter", tmp_path / "out").notes
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((tmp_path / "out" / name).read_text())
+        assert (config["eos_token_id"], config["pad_token_id"]) == (told, 2), name
+    assert any("ids up to 159, the embedding 159 rows" in note for note in notes) is (rows == 159)
 
 
 def test_float16_does_not_overflow_silently(tmp_path: Path) -> None:
