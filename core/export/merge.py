@@ -24,7 +24,6 @@ from unsloth_plugins.core.export.folder import (
     side_files,
     tokenizer_folder,
 )
-from unsloth_plugins.core.export.gguf_vocab import load_tokenizer
 from unsloth_plugins.core.export.journal import Journal
 from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.packed import Requantised, packed_outputs, quantization_of
@@ -232,8 +231,11 @@ def _special_ids(merged: Merged, folder: Path | None, notes: list[str]) -> dict[
     if folder is None:
         return {}
     try:
-        tokenizer = load_tokenizer(folder)
-    except ExportError as error:
+        from tokenizers import Tokenizer  # without transformers, which takes more memory than a merge
+
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        told = read_json(folder / "tokenizer_config.json")
+    except Exception as error:  # tokenizers has no class of its own for what it can't read
         notes.append(f"The adapter's tokenizer is copied unread, so where the model stops stays the base's: {error}")
         return {}
     last, rows = max(tokenizer.get_vocab().values(), default=0), merged.vocab_size or math.inf
@@ -242,8 +244,14 @@ def _special_ids(merged: Merged, folder: Path | None, notes: list[str]) -> dict[
             f"The tokenizer in {folder} has ids up to {last}, the embedding {rows} rows: text with the last ones "
             "fails. Call model.resize_token_embeddings before training, or leave those tokens out."
         )
-    found = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return {name: number for name, number in found.items() if number is not None and number < rows}
+    found = {}
+    for name in ("eos_token", "pad_token"):
+        token = told.get(name)
+        token = token.get("content") if isinstance(token, dict) else token  # as older transformers wrote it
+        number = tokenizer.token_to_id(token) if isinstance(token, str) else None
+        if number is not None and number < rows:
+            found[f"{name}_id"] = number
+    return found
 
 
 def _with_ids(config: dict[str, Any], special: Mapping[str, int]) -> dict[str, Any]:
