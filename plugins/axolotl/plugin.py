@@ -90,6 +90,9 @@ class UnslothPlugin(BasePlugin):
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """The measurements reach Axolotl's integrations too, and out-of-memory errors say what can be changed."""
         if uses_plugin(cfg):
+            ours = [each for each in trainer.callback_handler.callbacks if type(each) is TrainerMetrics]
+            for again in ours[1:]:  # the hook before may have been called twice
+                trainer.callback_handler.callbacks.remove(again)
             report_first(trainer)
             explain_out_of_memory(trainer)
 

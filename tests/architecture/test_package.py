@@ -156,8 +156,8 @@ print("\\n".join(sorted(lost + other + new)))
 
 def changed_by(statement: str) -> list[str]:
     """Public attributes of torch, transformers and PEFT that ``statement`` replaces, removes or adds to a class."""
-    watched, *changed = run_python(SNAPSHOT, statement).splitlines()
-    assert int(watched.removeprefix("watched ")) > 1000
+    watched, *changed = run_python(SNAPSHOT, statement).rpartition("watched ")[2].splitlines()
+    assert int(watched) > 1000
     return [name for name in changed if name]
 
 
@@ -181,6 +181,37 @@ def test_apply_and_undo_patch_nothing_global() -> None:
         "    model(**batch_of(1, 9)).loss.backward()\n"
     )
     assert changed_by(use) == changed_by(use + "    applied.undo()\n") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["hf_trainer", "lightning"])
+def test_training_patches_nothing_global(framework: str) -> None:
+    """Beyond what the framework changes by itself, which is found by training without ours."""
+    head = (
+        "sys.path[:0] = ['tests', 'tests/hf_trainer', 'tests/lightning']\n"
+        "import tempfile, torch, lightning.pytorch, trl\n"
+        "from pathlib import Path\n"
+        "from conftest import tiny_gpt_oss\n"
+        "import unsloth_plugins.hf_trainer, unsloth_plugins.lightning.for_lightning\n"
+    )
+    uses = {
+        "hf_trainer": (
+            "from test_callback import Rows, arguments, lora\n"
+            "from transformers import Trainer\n"
+            "callbacks = [unsloth_plugins.hf_trainer.UnslothCallback(quiet=True)] if OURS else []\n"
+            "args = arguments(Path(tempfile.mkdtemp()), gradient_checkpointing=True)\n"
+            "Trainer(lora(tiny_gpt_oss()), args, train_dataset=Rows([24] * 8), callbacks=callbacks).train()\n"
+        ),
+        "lightning": (
+            "import lightning.pytorch as pl\n"
+            "from fitting import batches, module_of, trainer_of\n"
+            "folder = Path(tempfile.mkdtemp())\n"
+            "options = {'strategy': 'unsloth'} if OURS else {}\n"
+            "trainer_of(pl, folder, **options).fit(module_of(pl, tiny_gpt_oss), batches())\n"
+        ),
+    }
+    stock, ours = (changed_by(head + f"OURS = {use}\n" + uses[framework]) for use in (False, True))
+    assert set(ours) <= set(stock), sorted(set(ours) - set(stock))
 
 
 def test_the_patch_check_can_fail() -> None:

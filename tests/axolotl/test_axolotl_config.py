@@ -186,8 +186,10 @@ def planned_trainer(folder: Path, tokens: int = 24) -> Any:
         str(folder / "out"), use_cpu=True, report_to=[], max_steps=1, gradient_checkpointing=True, optim="adamw_torch"
     )
     rows = [dict.fromkeys(("input_ids", "labels"), torch.full((tokens,), 5))] * 8
-    trainer = Trainer(model, settings, train_dataset=rows, callbacks=plugin.add_callbacks_pre_trainer(cfg, model))
-    plugin.post_trainer_create(cfg, trainer)
+    callbacks = [each for _ in range(2) for each in plugin.add_callbacks_pre_trainer(cfg, model)]
+    trainer = Trainer(model, settings, train_dataset=rows, callbacks=callbacks)
+    for _ in range(2):  # hooks that fire twice are harmless
+        plugin.post_trainer_create(cfg, trainer)
     return trainer
 
 
