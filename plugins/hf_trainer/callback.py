@@ -75,6 +75,12 @@ class UnslothCallback(TrainerMetrics):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The trainer has just switched checkpointing on, and may have been given another model: follow it."""
+        if vars(control).setdefault("unsloth_callback", self) is not self:  # there is one control a trainer
+            raise ConflictError(
+                expected="one UnslothCallback in a trainer",
+                got="two, of which the later one's options would hold",
+                remedy="Remove one, and give the other all options.",
+            )
         if lacks_adapters(kwargs["model"]):
             raise ConflictError(
                 expected="LoRA on experts, which this callback adds, to be there before the optimizer",

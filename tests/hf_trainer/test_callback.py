@@ -336,6 +336,17 @@ def test_apply_in_model_init_trains_experts(tmp_path: Path) -> None:
     assert len(trained) == 8 and all(p.any() for p in trained)
 
 
+def test_a_second_callback_is_refused_and_a_second_trainer_is_not(tmp_path: Path) -> None:
+    model, rows = lora(tiny_llama()), Rows([24] * 8)
+    for callbacks in ([UnslothCallback()], [UnslothCallback(loss=None)]):
+        Trainer(model, arguments(tmp_path), train_dataset=rows, callbacks=callbacks).train()
+    trainer = Trainer(
+        model, arguments(tmp_path), train_dataset=rows, callbacks=[UnslothCallback(), UnslothCallback(loss=None)]
+    )
+    with pytest.raises(ConflictError, match="one UnslothCallback in a trainer"):
+        trainer.train()
+
+
 def test_a_merged_dtype_that_nobody_knows_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="'bf17'"):
         UnslothCallback(merged_dtype="bf17")
