@@ -12,7 +12,13 @@ from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.patches import PatchSet
 from unsloth_plugins.core.ranks import answer_of_first, warn
 from unsloth_plugins.core.report import Row, meaning
-from unsloth_plugins.core.sink_attention.backends import Backend, Call, prefers_fa4, resolve_backend, why_not_triton
+from unsloth_plugins.core.sink_attention.backends import (
+    Backend,
+    Call,
+    fa4_serves_from,
+    resolve_backend,
+    why_not_triton,
+)
 
 NAME = "unsloth_sinks"
 _BY_RANK_0 = "chosen by rank 0"
@@ -150,20 +156,17 @@ def take_attention(
     return TakenAttention(parts, backend, note)
 
 
-def _call(parts: ModelParts, tokens: int | None = None) -> Call:
+def _call(parts: ModelParts) -> Call:
     model: Any = parts.causal_lm
-    return Call(model.device, model.dtype, getattr(parts.layers[0].attention, "head_dim", 0), tokens, tokens)
-
-
-def _takes_fa4(parts: ModelParts) -> bool:
-    return prefers_fa4(_call(parts, 1 << 20))
+    return Call(model.device, model.dtype, getattr(parts.layers[0].attention, "head_dim", 0))
 
 
 def _resolved(parts: ModelParts, choice: Backend) -> tuple[str, str]:
     """What ``choice`` means for the model as it is now, and why."""
-    backend, why = resolve_backend(choice, _call(parts))
-    if choice == "auto" and _takes_fa4(parts):
-        why = f"{why}; fa4 on long full layers, measured faster"
+    call = _call(parts)
+    backend, why = resolve_backend(choice, call)
+    if choice == "auto" and (least := fa4_serves_from(call)) is not None:
+        why = f"{why}; fa4 on full layers from {least:,} tokens on, without padding: measured faster"
     return backend, why
 
 
@@ -180,7 +183,7 @@ def _backend_of_all(parts: ModelParts, choice: Backend) -> Backend:
     backend, _ = resolve_backend(choice, call)
     if choice != "auto":
         return choice
-    device, mine = call.device.type, f"{backend} and fa4" if _takes_fa4(parts) else backend
+    device, mine = call.device.type, backend if fa4_serves_from(call) is None else f"{backend} and fa4"
     answer = answer_of_first(f"attention backend for heads of {call.head_size}, {call.dtype}", f"{device}: {mine}")
     its_device, _, first = answer.partition(": ")
     if first == mine or its_device != device:  # a model that is still to be moved says nothing about the others

@@ -21,12 +21,12 @@ Backend = Literal["auto", "triton", "fa4", "flex", "eager"]
 Resolved = Literal["triton", "fa4", "flex", "eager"]
 MAX_HEAD_SIZE = 256
 FA4_LEAST = Version("4.0.0b26")  # the first with the sink's gradient on Hopper
-NARROW = 512  # keys: windows up to this have kernels of their own
+FA4_ELEMENTS = 1 << 31  # of q: nobody has tested its offsets from here on
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Where flash-attn-4 beat the Triton kernels, forward and backward together.
+    """Where flash-attn-4 beat the Triton kernels on full attention, forward and backward together.
 
     Attributes:
         tokens: from this length on.
@@ -37,11 +37,11 @@ class Measured:
     version: Version
 
 
-# (major compute capability, padded head size, narrow window) -> when `auto` takes flash-attn-4. What is not here is
-# Triton's. Source: the whole steps of benchmarks/results/h200-2026-12-02-step.json, where it lost at 2,048 tokens and
-# won at 8,192 and 32,768.
-FASTER_BY_FA4: dict[tuple[int, int, bool], Measured] = {
-    (9, 64, False): Measured(tokens=4096, version=Version("4.0.0b36")),
+# (major compute capability, padded head size) -> when `auto` takes flash-attn-4 for attention without a window. What
+# is not here, and every window, is Triton's. Source: the whole steps of
+# benchmarks/results/h200-2026-12-02-step.json, where it lost at 2,048 tokens and won at 8,192 and 32,768.
+FASTER_BY_FA4: dict[tuple[int, int], Measured] = {
+    (9, 64): Measured(tokens=4096, version=Version("4.0.0b36")),
 }
 
 
@@ -55,6 +55,7 @@ class Call:
         queries, keys: T and S; ``None`` where they are not known yet.
         window: keys that a query sees, or ``None``.
         softcap: whether the logits are capped, or their scale is not positive.
+        elements: of q, B * T * H * D; ``None`` where they are not known yet.
     """
 
     device: torch.device
@@ -64,6 +65,7 @@ class Call:
     keys: int | None = None
     window: int | None = None
     softcap: bool = False
+    elements: int | None = None
 
 
 @lru_cache(1024)
@@ -145,20 +147,27 @@ def why_not_fa4(call: Call) -> str | None:
         return f"{call.queries} queries for {call.keys} keys"
     if call.softcap:
         return "a softcap of the logits, or a scale that is not positive"
+    if call.elements is not None and call.elements >= FA4_ELEMENTS:
+        return f"{call.elements:,} elements of q, and it is not tested from 2^31 on"
     return None
+
+
+def fa4_serves_from(call: Call) -> int | None:
+    """Tokens from which the table gives calls like this one, without a window, to flash-attn-4; ``None`` for never."""
+    found = fa4_version()
+    if call.device.type != "cuda" or found is None:
+        return None
+    size = max(64, 1 << (call.head_size - 1).bit_length())
+    row = FASTER_BY_FA4.get((torch.cuda.get_device_capability(call.device)[0], size))
+    return row.tokens if row is not None and found >= row.version and why_not_fa4(call) is None else None
 
 
 def prefers_fa4(call: Call) -> bool:
     """Whether the table gives the call to flash-attn-4, and it can run."""
-    if call.device.type != "cuda" or fa4_version() is None or call.queries is None:
+    if call.queries is None or call.window is not None:
         return False
-    size = max(64, 1 << (call.head_size - 1).bit_length())
-    narrow = call.window is not None and call.window <= NARROW
-    row = FASTER_BY_FA4.get((torch.cuda.get_device_capability(call.device)[0], size, narrow))
-    found = fa4_version()
-    if row is None or found is None or found < row.version or call.queries < row.tokens:
-        return False
-    return why_not_fa4(call) is None
+    least = fa4_serves_from(call)
+    return least is not None and call.queries >= least
 
 
 def why_not_flex(call: Call) -> str | None:

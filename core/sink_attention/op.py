@@ -83,6 +83,7 @@ def sink_attention(
         k_BSKD.shape[1],
         window,
         softcap is not None or scale <= 0,
+        q_BTHD.numel(),
     )
     resolved, _ = resolve_backend(backend, call)
     given: dict[str, Any] = {"window": window, "documents_BS": documents_BS, "scale": scale}

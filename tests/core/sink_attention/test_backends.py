@@ -1,0 +1,73 @@
+"""Which backend serves a call, on devices and with packages that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import tiny_gpt_oss
+from packaging.version import Version
+
+from unsloth_plugins.core import apply
+from unsloth_plugins.core.errors import UnsupportedError
+from unsloth_plugins.core.sink_attention import backends, sink_attention
+from unsloth_plugins.core.sink_attention.backends import Call, resolve_backend
+
+LONG = Call(torch.device("cuda"), torch.bfloat16, 64, queries=8192, keys=8192, elements=8192 * 64 * 64)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A Hopper GPU and flash-attn-4, as far as the choice of a backend can see."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(backends, "why_no_triton", lambda *_: None)
+    monkeypatch.setattr(backends, "fa4_version", lambda: Version("4.0.0b36"))
+    resolve_backend.cache_clear()
+    yield monkeypatch
+    resolve_backend.cache_clear()
+
+
+def test_the_table_gives_long_full_attention_to_flash_attn_4_and_nothing_else(hopper: pytest.MonkeyPatch) -> None:
+    assert resolve_backend("auto", LONG)[0] == "fa4"
+    for other in (
+        replace(LONG, queries=2048, keys=2048),
+        replace(LONG, queries=1),
+        replace(LONG, window=128),
+        replace(LONG, window=4096),
+        replace(LONG, head_size=128),
+        replace(LONG, dtype=torch.float32),
+        replace(LONG, softcap=True),
+    ):
+        assert resolve_backend("auto", other)[0] == "triton", other
+    resolve_backend.cache_clear()
+    hopper.setattr(backends, "fa4_version", lambda: Version("4.0.0b35"))
+    assert resolve_backend("auto", LONG)[0] == "triton"  # older than what was measured
+
+
+def test_what_flash_attn_4_was_not_tested_with_is_left_to_triton_or_refused(hopper: pytest.MonkeyPatch) -> None:
+    below, above = replace(LONG, elements=(1 << 31) - 1), replace(LONG, elements=1 << 31)
+    assert [resolve_backend("auto", call)[0] for call in (below, above)] == ["fa4", "triton"]
+    assert resolve_backend("fa4", below)[0] == "fa4"
+    with pytest.raises(UnsupportedError, match="2,147,483,648 elements of q"):
+        resolve_backend("fa4", above)
+
+
+def test_the_op_counts_the_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "unsloth_plugins.core.sink_attention.op.resolve_backend",
+        lambda choice, call: (asked.append(call), ("eager", ""))[1],
+    )
+    sink_attention(*(torch.randn(2, 3, 4, 8) for _ in "qkv"))
+    assert asked[0].elements == 2 * 3 * 4 * 8
+
+
+def test_the_report_says_from_which_length_flash_attn_4_serves(hopper: pytest.MonkeyPatch) -> None:
+    model = tiny_gpt_oss(head_dim=64).to(torch.bfloat16)
+    applied = apply(model)
+    hopper.setattr(type(model), "device", torch.device("cuda"))
+    assert "fa4 on full layers from 4,096 tokens on, without padding: measured faster" in applied.report()
+    hopper.setattr(backends, "fa4_version", lambda: None)
+    assert "triton" in applied.report() and "fa4" not in applied.report()
