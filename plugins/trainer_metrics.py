@@ -70,13 +70,15 @@ def _most_tokens(args: TrainingArguments) -> int | None:
 
 class TrainerMetrics(TrainerCallback):
     """Adds to each training log: ``tokens_per_s`` (of this process and its training steps, padding included),
-    ``peak_memory_gib`` (allocator on CUDA, process elsewhere) and ``host_gib`` (high-water mark of checkpointed
-    activations in host memory since the last log).
+    ``peak_memory_gib`` (allocator on CUDA, process elsewhere), ``host_gib`` (high-water mark of checkpointed
+    activations in host memory since the last log), ``sent_gib`` (of them copied there since then) and
+    ``exposed_copy_ms`` (for which computing waited for these copies, on CUDA).
 
     They are in ``trainer.state.log_history`` and in what later callbacks (the printer, the progress bar) show. The
     trainer's own reporting integrations come before callbacks that a user gives: see ``report_first``.
 
-    Prints, on the first process, what was done when training starts, and a line of measurements when it ends.
+    Prints, on the first process, what was done when training starts, and a line of measurements when it ends, with what
+    checkpointing came to where it is on.
 
     Args:
         quiet: print neither.

@@ -23,7 +23,8 @@ _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
 class MetricsMixin:
-    """Logs ``tokens_per_s``, ``peak_memory_gib`` and ``host_gib`` of this process, to the progress bar and the loggers.
+    """Logs ``tokens_per_s``, ``peak_memory_gib``, ``host_gib``, ``sent_gib`` and ``exposed_copy_ms`` of this process
+    (see ``Meter.read``), to the progress bar and the loggers.
 
     Sums up when training ends, through ``_info``, which prints on the first process.
 

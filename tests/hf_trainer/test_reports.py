@@ -18,7 +18,7 @@ from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.planner import live
 from unsloth_plugins.hf_trainer import UnslothCallback, explain_out_of_memory, report_first
 
-MEASURED = {"tokens_per_s", "peak_memory_gib", "host_gib"}
+MEASURED = {"tokens_per_s", "peak_memory_gib", "host_gib", "sent_gib", "exposed_copy_ms"}
 
 
 class Integration(TrainerCallback):
