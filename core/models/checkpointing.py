@@ -26,6 +26,11 @@ _INPUTS = {
     "offload_all": "inputs of the layers wait in host memory",
     "on_device": "inputs of the layers stay on the device",
 }
+# What diffusers' switch brings where it is given no function: torch's, without re-entrance.
+_OF_DIFFUSERS = (
+    "diffusers.models.modeling_utils",
+    "ModelMixin.enable_gradient_checkpointing.<locals>._gradient_checkpointing_func",
+)
 
 
 class Checkpointing:
@@ -148,11 +153,15 @@ def _is_sharded(layer: nn.Module) -> bool:
 
 
 def _torch_checkpoint_keywords(function: Any) -> dict[str, Any] | None:
-    """Keywords of a ``partial(torch.utils.checkpoint.checkpoint, ...)``; ``None`` when it is something else."""
+    """Keywords of a ``partial(torch.utils.checkpoint.checkpoint, ...)``, or those by which diffusers calls it; ``None``
+    when it is something else.
+    """
     keywords: dict[str, Any] = {}
     while isinstance(function, functools.partial) and not function.args:
         keywords = {**function.keywords, **keywords}
         function = function.func
+    if (getattr(function, "__module__", ""), getattr(function, "__qualname__", "")) == _OF_DIFFUSERS:
+        return {"use_reentrant": False, **keywords}
     return keywords if function is checkpoint else None
 
 

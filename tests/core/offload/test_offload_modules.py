@@ -10,7 +10,14 @@ import pytest
 import torch
 from simulated_copies import SimulatedCopies
 from torch import nn
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import (
+    MambaConfig,
+    MambaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 from unsloth_plugins.core import apply
 from unsloth_plugins.core.errors import ConfigError, ConflictError
@@ -201,18 +208,114 @@ def test_diffusers_unet_trains_with_equal_gradients_and_keeps_less() -> None:
     assert saved_bytes(run) < 0.2 * plain
 
 
-def test_apply_switches_on_the_checkpointing_of_a_diffusers_unet() -> None:
-    unet, run = diffusers_unet()
-    want = torch.autograd.grad(run(), list(unet.parameters()))
-    options: dict[str, Any] = dict(memory_policy="offload_all", offload_min_bytes=0)
-    applied = apply(unet, gradient_checkpointing=True, **options)
-    got = torch.autograd.grad(run(), list(unet.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-    assert applied.store.sent_bytes > 0 and applied.store.held_bytes == 0
-    applied.undo()
-    assert all(
-        torch.equal(a, b) for a, b in zip(want, torch.autograd.grad(run(), list(unet.parameters())), strict=True)
+def diffusers_dit() -> tuple[Any, Callable[[], torch.Tensor]]:
+    """A diffusion transformer of diffusers, and a loss of it."""
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    dit = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        num_layers=3,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+        norm_num_groups=4,
+    ).train()
+    x, time, label = torch.randn(2, 4, 8, 8), torch.tensor([1, 5]), torch.tensor([1, 2])
+    return dit, lambda: dit(x, timestep=time, class_labels=label).sample.square().sum()
+
+
+def vit() -> tuple[Any, Callable[[], torch.Tensor]]:
+    """A vision transformer, and a loss of it."""
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8
     )
+    model, x = ViTForImageClassification(config).train(), torch.randn(2, 3, 16, 16)
+    return model, lambda: model(x).logits.square().sum()
+
+
+def whisper() -> tuple[Any, Callable[[], torch.Tensor]]:
+    """An audio encoder with a decoder, and a loss of it."""
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        vocab_size=64,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        num_mel_bins=8,
+        max_source_positions=16,
+        max_target_positions=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    model, x, ids = WhisperForConditionalGeneration(config).train(), torch.randn(2, 8, 32), torch.arange(8).view(2, 4)
+    return model, lambda: model(input_features=x, decoder_input_ids=ids, use_cache=False).logits.square().sum()
+
+
+def switch_on(model: nn.Module) -> None:
+    """By the model's own method, transformers' or diffusers'."""
+    enable = getattr(model, "enable_gradient_checkpointing", None)
+    if enable is not None:
+        enable()
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("how", ["by apply", "by the model before", "by the model after"])
+@pytest.mark.parametrize("make", [diffusers_unet, diffusers_dit, vit, whisper])
+def test_apply_serves_the_checkpointing_of_other_architectures(make: Any, how: str) -> None:
+    model, run = make()
+    leaves, copies = [p for p in model.parameters() if p.requires_grad], SimulatedCopies(eager=0.3)
+
+    def grads() -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(1)  # the DiT drops labels at random
+        return torch.autograd.grad(run(), leaves, materialize_grads=True)
+
+    def same_grads() -> bool:
+        return all(map(torch.equal, want, grads()))
+
+    want = grads()
+    options: dict[str, Any] = dict(memory_policy="offload_all", offload_min_bytes=0)
+    if how == "by the model before":
+        switch_on(model)
+        before = saved_bytes(run)
+    applied = apply(model, gradient_checkpointing=True if how == "by apply" else "auto", **options)
+    applied.store._engine = lambda device: copies
+    if how == "by the model after":
+        switch_on(model)
+    assert same_grads() and same_grads()
+    assert (
+        applied.store.sent_bytes > 0
+        and applied.store.held_bytes == 0
+        and "\n  gradient checkpointing  on" in applied.report()
+    )
+    sent = applied.store.sent_bytes
+    applied.undo()
+    assert same_grads() and applied.store.sent_bytes == sent
+    if how == "by the model before":
+        assert saved_bytes(run) == before  # the model's own function is back
+
+
+def test_a_checkpoint_function_that_was_given_to_diffusers_stays() -> None:
+    unet, run = diffusers_unet()
+    calls = []
+
+    def own(module: nn.Module, *args: Any) -> Any:
+        calls.append(module)
+        return torch.utils.checkpoint.checkpoint(module, *args, use_reentrant=False)
+
+    unet.enable_gradient_checkpointing(own)
+    applied = apply(unet, memory_policy="offload_all", offload_min_bytes=0)
+    run().backward()
+    assert calls and applied.store.sent_bytes == 0 and "a checkpoint function of its own" in applied.report()
 
 
 def test_mamba_keeps_less() -> None:
