@@ -5,7 +5,7 @@
     python -m benchmarks attention --seq 1024,8192,32768 --decode
 
 Window 0 is full causal attention. Head size 64 is measured with gpt-oss's 64 query and 8 key/value heads, any other
-with 32 and 8. `sdpa_flash` and `cudnn` know no sink and no window; `flex` gets the sink through its log normaliser.
+with 32 and 8. `sdpa_flash` and `sdpa_cudnn` know no sink and no window; `flex` gets the sink through its normaliser.
 TFLOP/s count two products forward and five backward over the pairs of tokens that see each other, whatever a kernel
 really computes. `--decode` times one new token against so many cached ones, without gradients, for batches of 1 and 8,
 against what transformers' gpt-oss computes in eager mode. `--sweep` times every candidate of
@@ -114,8 +114,9 @@ IMPLEMENTATIONS: dict[str, Callable[[Problem], Run | None]] = {
     "auto": ours("auto"),
     "triton": ours("triton"),
     "fa4": ours("fa4"),
+    "cudnn": ours("cudnn"),
     "sdpa_flash": sdpa(SDPBackend.FLASH_ATTENTION),
-    "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+    "sdpa_cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "flex": flex,
 }
 

@@ -100,7 +100,7 @@ def _rotary(tokens: int, heads: int, kv_heads: int, size: int) -> tuple[Tensors,
 def _gates(tokens: int, size: int, activation: Any) -> tuple[Tensors, dict[str, Run], int]:
     gate, up = _random(1, tokens, size), _random(1, tokens, size)
     name = "silu" if activation == "silu" else "gelu_pytorch_tanh"
-    small = LlamaConfig(hidden_size=16, intermediate_size=16, hidden_act=name)
+    small = LlamaConfig(hidden_size=16, intermediate_size=16, num_attention_heads=1, hidden_act=name)
     act_fn = modeling_llama.LlamaMLP(small).act_fn
     runs: dict[str, Run] = {
         "ours": lambda g, u: gated(g, u, activation=activation, implementation="triton"),

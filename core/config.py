@@ -10,7 +10,7 @@ from typing import Any, Literal
 from unsloth_plugins.core.errors import ConfigError
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "attention": ("auto", "triton", "fa4", "flex", "eager", None),
+    "attention": ("auto", "triton", "fa4", "cudnn", "flex", "eager", None),
     "experts": ("auto", "reference", "grouped_mm", "triton", None),
     "weights": ("auto", "resident", "streamed"),
     "layers": ("auto", "triton", "reference", None),
@@ -26,11 +26,11 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 class UnslothConfig:
     """What ``apply`` does to a model. ``None`` means off; the defaults are right for someone who sets nothing."""
 
-    attention: Literal["auto", "triton", "fa4", "flex", "eager"] | None = "auto"
+    attention: Literal["auto", "triton", "fa4", "cudnn", "flex", "eager"] | None = "auto"
     """``auto`` takes over attention with sinks (gpt-oss), by the fastest kernels that run, and leaves other models on
     their own implementation, but for ``sdpa`` under ``memory_policy="min_memory"``; ``triton`` (our kernels), ``fa4``
-    (flash-attn-4), ``flex`` (torch's flex attention) and ``eager`` (plain PyTorch) take over every recognised
-    attention and raise where they can't; ``None`` leaves all alone."""
+    (flash-attn-4), ``cudnn`` (torch's, for whole rows), ``flex`` (torch's flex attention) and ``eager`` (plain PyTorch)
+    take over every recognised attention and raise where they can't; ``None`` leaves all alone."""
 
     experts: Literal["auto", "reference", "grouped_mm", "triton"] | None = "auto"
     """Mixture-of-experts layers: ``grouped_mm`` and ``triton`` are one grouped GEMM for all experts, torch's (bf16 on

@@ -15,7 +15,7 @@ from unsloth_plugins.core.report import Row, meaning
 from unsloth_plugins.core.sink_attention.backends import (
     Backend,
     Call,
-    fa4_serves_from,
+    faster,
     resolve_backend,
     why_not_triton,
 )
@@ -54,10 +54,9 @@ def needs_less_memory(parts: ModelParts) -> bool:
     if why_not(parts, asked=True) is not None:
         return False
     attention: Any = parts.layers[0].attention
-    model: Any = parts.causal_lm
     if attention.config._attn_implementation != "sdpa" or getattr(attention, "is_causal", True) is False:
         return False
-    return why_not_triton(Call(model.device, model.dtype, getattr(attention, "head_dim", 0))) is None
+    return why_not_triton(_call(parts)) is None
 
 
 class ConfigSwap:
@@ -165,8 +164,10 @@ def _resolved(parts: ModelParts, choice: Backend) -> tuple[str, str]:
     """What ``choice`` means for the model as it is now, and why."""
     call = _call(parts)
     backend, why = resolve_backend(choice, call)
-    if choice == "auto" and (least := fa4_serves_from(call)) is not None:
-        why = f"{why}; fa4 on full layers from {least:,} tokens on, without padding: measured faster"
+    if choice == "auto":
+        for row in faster(call):
+            what = "padding or packing" if row.backend == "cudnn" else "padding"
+            why += f"; {row.backend} on full layers from {row.tokens:,} tokens on, without {what}: measured faster"
     return backend, why
 
 
@@ -183,14 +184,14 @@ def _backend_of_all(parts: ModelParts, choice: Backend) -> Backend:
     backend, _ = resolve_backend(choice, call)
     if choice != "auto":
         return choice
-    device, mine = call.device.type, backend if fa4_serves_from(call) is None else f"{backend} and fa4"
+    device, mine = call.device.type, " and ".join([backend, *(row.backend for row in faster(call))])
     answer = answer_of_first(f"attention backend for heads of {call.head_size}, {call.dtype}", f"{device}: {mine}")
     its_device, _, first = answer.partition(": ")
     if first == mine or its_device != device:  # a model that is still to be moved says nothing about the others
         return choice
-    if first.endswith(" and fa4"):
+    if " and " in first:
         raise UnsupportedError(
-            expected="flash-attn-4 on every rank, since rank 0 takes it",
+            expected=f"the packages of rank 0 on every rank, since it takes {first}",
             got=f"a rank that would take {mine}",
             remedy="Install the same packages everywhere, or choose attention='triton'.",
         )

@@ -100,7 +100,7 @@ def check(shape: ModelShape, setup: Setup) -> None:
     if not shape.experts and setup.dtype == "mxfp4":
         raise ConfigError(expected="dtype nf4, bf16 or fp16 for a dense model", got="mxfp4", remedy="Use nf4.")
     described = {
-        "attention": ("auto", "triton", "fa4"),
+        "attention": ("auto", "triton", "fa4", "cudnn"),
         "experts": ("auto", "grouped_mm", "triton"),
         "lora": ("auto", "fused"),
     }
@@ -314,7 +314,7 @@ def _attention_backward(shape: ModelShape, setup: Setup, tokens: int) -> int:
         if _attention(shape, setup) == "triton":
             gradients -= query  # o is let go before dq is made
         else:
-            sums += min(query * FULL, FA4_GROUP_BYTES)  # flash-attn-4's, where `auto` takes it
+            sums += min(query * FULL, FA4_GROUP_BYTES)  # flash-attn-4's or cuDNN's, where `auto` takes it
     else:  # flash attention of torch: dq summed in float32, dk and dv of every query head
         sums = query * FULL + (2 * query * HALF if shape.heads != shape.kv_heads else 0)
     return input_bytes(shape, tokens) + gradients * HALF + sums

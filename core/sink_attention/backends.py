@@ -17,31 +17,34 @@ from packaging.version import Version
 from unsloth_plugins.core.device import why_no_triton
 from unsloth_plugins.core.errors import UnsupportedError
 
-Backend = Literal["auto", "triton", "fa4", "flex", "eager"]
-Resolved = Literal["triton", "fa4", "flex", "eager"]
+Backend = Literal["auto", "triton", "fa4", "cudnn", "flex", "eager"]
+Resolved = Literal["triton", "fa4", "cudnn", "flex", "eager"]
 MAX_HEAD_SIZE = 256
 FA4_LEAST = Version("4.0.0b26")  # the first with the sink's gradient on Hopper
-FA4_ELEMENTS = 1 << 31  # of q: nobody has tested its offsets from here on
+FOREIGN_ELEMENTS = 1 << 31  # of q: nobody has tested the offsets of others from here on
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Where flash-attn-4 beat the Triton kernels on full attention, forward and backward together.
+    """Where another backend beat the Triton kernels on full attention, forward and backward together.
 
     Attributes:
+        backend: its name.
         tokens: from this length on.
-        version: of flash-attn-4 when it was measured; older ones are not taken by ``auto``.
+        version: of flash-attn-4 or cuDNN when it was measured; older ones are not taken by ``auto``.
     """
 
+    backend: Literal["fa4", "cudnn"]
     tokens: int
     version: Version
 
 
-# (major compute capability, padded head size) -> when `auto` takes flash-attn-4 for attention without a window. What
-# is not here, and every window, is Triton's. Source: the whole steps of
-# benchmarks/results/h200-2026-12-02-step.json, where it lost at 2,048 tokens and won at 8,192 and 32,768.
-FASTER_BY_FA4: dict[tuple[int, int], Measured] = {
-    (9, 64): Measured(tokens=4096, version=Version("4.0.0b36")),
+# (major compute capability, padded head size) -> what `auto` takes for attention without a window, the best first. What
+# is not here, and every window, is Triton's. Sources: the whole steps of benchmarks/results/h200-2026-12-02-step.json,
+# where flash-attn-4 lost at 2,048 tokens and won at 8,192 and 32,768.
+FASTER: dict[tuple[int, int], tuple[Measured, ...]] = {
+    (9, 64): (Measured("fa4", 4096, Version("4.0.0b36")), Measured("cudnn", 1024, Version("9.10"))),
+    (9, 128): (Measured("cudnn", 1024, Version("9.10")),),
 }
 
 
@@ -56,6 +59,10 @@ class Call:
         window: keys that a query sees, or ``None``.
         softcap: whether the logits are capped, or their scale is not positive.
         elements: of q, B * T * H * D; ``None`` where they are not known yet.
+        padded: whether keys are masked.
+        packed: whether a row holds several documents.
+        lse: whether the normaliser is asked for.
+        deterministic: whether equal inputs have to give equal bits.
     """
 
     device: torch.device
@@ -66,6 +73,10 @@ class Call:
     window: int | None = None
     softcap: bool = False
     elements: int | None = None
+    padded: bool = False
+    packed: bool = False
+    lse: bool = False
+    deterministic: bool = False
 
 
 @lru_cache(1024)
@@ -84,7 +95,7 @@ def resolve_backend(choice: Backend, call: Call) -> tuple[Resolved, str]:
     if choice == "eager":
         return "eager", "asked for"
     if choice != "auto":
-        reason = {"triton": why_not_triton, "fa4": why_not_fa4, "flex": why_not_flex}[choice](call)
+        reason = why_not(choice, call)
         if reason is not None:
             raise UnsupportedError(
                 expected=f"inputs, a device and packages with which attention backend {choice!r} runs",
@@ -92,8 +103,8 @@ def resolve_backend(choice: Backend, call: Call) -> tuple[Resolved, str]:
                 remedy="Choose 'auto'.",
             )
         return choice, _kernels(call) if choice == "triton" else "asked for"
-    if prefers_fa4(call):
-        return "fa4", f"flash-attn-4 {fa4_version()}, measured faster for heads of {call.head_size}"
+    if (row := preferred(call)) is not None:
+        return row.backend, f"{row.backend} {_version(row.backend)}, measured faster for heads of {call.head_size}"
     reason = why_not_triton(call)
     if reason is not None:
         return "eager", f"no kernel: {reason}"
@@ -102,6 +113,12 @@ def resolve_backend(choice: Backend, call: Call) -> tuple[Resolved, str]:
 
 def _kernels(call: Call) -> str:
     return f"{call.dtype} on CUDA".replace("torch.", "") if call.device.type == "cuda" else "interpreted"
+
+
+def why_not(backend: str, call: Call) -> str | None:
+    """Why ``backend``, any but ``eager``, can't serve the call, or ``None``."""
+    reasons = {"triton": why_not_triton, "fa4": why_not_fa4, "cudnn": why_not_cudnn, "flex": why_not_flex}
+    return reasons[backend](call)
 
 
 def why_not_triton(call: Call) -> str | None:
@@ -147,27 +164,79 @@ def why_not_fa4(call: Call) -> str | None:
         return f"{call.queries} queries for {call.keys} keys"
     if call.softcap:
         return "a softcap of the logits, or a scale that is not positive"
-    if call.elements is not None and call.elements >= FA4_ELEMENTS:
-        return f"{call.elements:,} elements of q, and it is not tested from 2^31 on"
-    return None
+    return _too_large(call) or ("a key mask with zeros" if call.padded else None)
 
 
-def fa4_serves_from(call: Call) -> int | None:
-    """Tokens from which the table gives calls like this one, without a window, to flash-attn-4; ``None`` for never."""
-    found = fa4_version()
-    if call.device.type != "cuda" or found is None:
+def _too_large(call: Call) -> str | None:
+    if call.elements is None or call.elements < FOREIGN_ELEMENTS:
         return None
+    return f"{call.elements:,} elements of q, and it is not tested from 2^31 on"
+
+
+@cache
+def cudnn_version() -> Version | None:
+    """The version of the cuDNN that torch found, or ``None``."""
+    found = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return None if found is None else Version(f"{found // 10000}.{found // 100 % 100}.{found % 100}")
+
+
+def _why_no_cudnn(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return f"a device that it has no flash attention for: {device}"
+    found = cudnn_version()
+    if found is None or found.major < 9:
+        return f"cuDNN {found or 'not found'}, 9 or newer needed"
+    return None if torch.backends.cuda.cudnn_sdp_enabled() else "torch.backends.cuda.enable_cudnn_sdp(False)"
+
+
+def why_not_cudnn(call: Call) -> str | None:
+    """Why cuDNN can't serve, or ``None``: full attention in fp16 or bf16 of whole rows, as many queries as keys."""
+    missing = _why_no_cudnn(call.device)
+    if missing is not None:
+        return missing
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return str(call.dtype)
+    if call.head_size > 128 or call.head_size % 8:
+        return f"head size {call.head_size}: a multiple of 8 up to 128 needed"
+    if call.queries is not None and call.queries != call.keys:
+        return f"{call.queries} queries for {call.keys} keys"
+    for given, what in (
+        (call.queries == 1, "a single token"),
+        (call.window is not None and (call.keys is None or call.window < call.keys), "a window"),
+        (call.softcap, "a softcap of the logits, or a scale that is not positive"),
+        (call.padded, "a key mask with zeros"),
+        (call.packed, "packed documents"),
+        (call.lse, "return_lse=True"),
+        (call.deterministic, "deterministic=True, and its sums are in no fixed order"),
+    ):
+        if given:
+            return what
+    return _too_large(call)
+
+
+def faster(call: Call) -> tuple[Measured, ...]:
+    """The rows of the table that hold for calls like this one, without a window, at whatever length."""
+    if call.device.type != "cuda":
+        return ()
     size = max(64, 1 << (call.head_size - 1).bit_length())
-    row = FASTER_BY_FA4.get((torch.cuda.get_device_capability(call.device)[0], size))
-    return row.tokens if row is not None and found >= row.version and why_not_fa4(call) is None else None
+    rows = FASTER.get((torch.cuda.get_device_capability(call.device)[0], size), ())
+    return tuple(row for row in rows if _is_new_enough(row) and why_not(row.backend, call) is None)
 
 
-def prefers_fa4(call: Call) -> bool:
-    """Whether the table gives the call to flash-attn-4, and it can run."""
+def _version(backend: str) -> Version | None:
+    return fa4_version() if backend == "fa4" else cudnn_version()
+
+
+def _is_new_enough(row: Measured) -> bool:
+    found = _version(row.backend)
+    return found is not None and found >= row.version
+
+
+def preferred(call: Call) -> Measured | None:
+    """The first row of the table that gives the call to another backend than Triton, which can run it."""
     if call.queries is None or call.window is not None:
-        return False
-    least = fa4_serves_from(call)
-    return least is not None and call.queries >= least
+        return None
+    return next((row for row in faster(call) if call.queries >= row.tokens), None)
 
 
 def why_not_flex(call: Call) -> str | None:

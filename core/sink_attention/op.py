@@ -5,6 +5,7 @@ Shape suffixes: B batch, T queries, S keys, H query heads, K key/value heads, D 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,12 +49,13 @@ def sink_attention(
         block_size: queries that the reference handles at a time; its memory is proportional to it.
         head_groups: the kernels' backward pass takes the key/value heads in so many groups, one after the other, so
             that its temporaries exist for one group at a time; same result.
-        backend: ``triton`` for our kernels (CUDA, D <= 256, fp16, bf16 or fp32), ``fa4`` for flash-attn-4 and ``flex``
-            for torch's flex attention where they can run, ``eager`` for plain PyTorch. ``auto`` is ``triton``
-            wherever it can run, or ``fa4`` where that is installed and measured faster (`backends`).
+        backend: ``triton`` for our kernels (CUDA, D <= 256, fp16, bf16 or fp32), ``fa4`` for flash-attn-4,
+            ``cudnn`` for the kernels that torch brings and ``flex`` for torch's flex attention where they can run,
+            ``eager`` for plain PyTorch. ``auto`` is ``triton`` wherever it can run, or ``fa4`` or ``cudnn`` where they
+            are there and measured faster (`backends`).
         deterministic: whether equal inputs give equal bits also from ``fa4``, whose sums are in no fixed order
             otherwise; ``None`` follows ``torch.are_deterministic_algorithms_enabled()``. ``triton`` and ``eager``
-            always are; ``flex`` promises nothing, and refuses ``True``.
+            always are; ``cudnn`` and ``flex`` promise nothing: ``cudnn`` is not taken then, ``flex`` refuses ``True``.
         return_lse: also return the log normaliser.
 
     Returns:
@@ -75,6 +77,9 @@ def sink_attention(
     _check_number("softcap", softcap, at_least_one=False)
     key_mask_BS = None if key_mask_BS is None else key_mask_BS.to(torch.bool)
     scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
+    same_bits = deterministic
+    if same_bits is None:
+        same_bits = torch.are_deterministic_algorithms_enabled()
     call = Call(
         q_BTHD.device,
         q_BTHD.dtype,
@@ -84,28 +89,28 @@ def sink_attention(
         window,
         softcap is not None or scale <= 0,
         q_BTHD.numel(),
+        lse=return_lse,
+        deterministic=same_bits,
     )
     resolved, _ = resolve_backend(backend, call)
+    if resolved in ("fa4", "cudnn"):  # what the masks say is on the device
+        from unsloth_plugins.core.sink_attention.fa4 import boundaries, has_holes
+
+        call = replace(call, padded=has_holes(key_mask_BS), packed=boundaries(documents_BS) is not None)
+        resolved, _ = resolve_backend(backend, call)
     given: dict[str, Any] = {"window": window, "documents_BS": documents_BS, "scale": scale}
     capped: dict[str, Any] = {"key_mask_BS": key_mask_BS, "softcap": softcap}
-    if resolved == "fa4":
-        from unsloth_plugins.core.sink_attention.fa4 import has_holes, sink_attention_fa4
+    if resolved == "cudnn":
+        from unsloth_plugins.core.sink_attention.cudnn import sink_attention_cudnn
 
-        if not has_holes(key_mask_BS):
-            if deterministic is None:
-                deterministic = torch.are_deterministic_algorithms_enabled()
-            o_BTHD, lse_BHT = sink_attention_fa4(
-                q_BTHD, k_BSKD, v_BSKD, sink_H, **given, deterministic=deterministic, head_groups=head_groups
-            )
-            return (o_BTHD, lse_BHT) if return_lse else o_BTHD
-        if backend == "fa4":
-            raise UnsupportedError(
-                expected="no padding, for attention backend 'fa4'",
-                got="a key mask with zeros",
-                remedy="Choose 'auto', or train on packed sequences.",
-            )
-        resolved = "triton"
-    if resolved == "flex":
+        return sink_attention_cudnn(q_BTHD, k_BSKD, v_BSKD, sink_H, scale=scale, head_groups=head_groups)
+    if resolved == "fa4":
+        from unsloth_plugins.core.sink_attention.fa4 import sink_attention_fa4
+
+        o_BTHD, lse_BHT = sink_attention_fa4(
+            q_BTHD, k_BSKD, v_BSKD, sink_H, **given, deterministic=same_bits, head_groups=head_groups
+        )
+    elif resolved == "flex":
         from unsloth_plugins.core.sink_attention.flex import sink_attention_flex
 
         if deterministic:

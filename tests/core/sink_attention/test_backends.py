@@ -24,6 +24,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(backends, "why_no_triton", lambda *_: None)
     monkeypatch.setattr(backends, "fa4_version", lambda: Version("4.0.0b36"))
+    monkeypatch.setattr(backends, "cudnn_version", lambda: None)
     resolve_backend.cache_clear()
     yield monkeypatch
     resolve_backend.cache_clear()
@@ -44,6 +45,32 @@ def test_the_table_gives_long_full_attention_to_flash_attn_4_and_nothing_else(ho
     resolve_backend.cache_clear()
     hopper.setattr(backends, "fa4_version", lambda: Version("4.0.0b35"))
     assert resolve_backend("auto", LONG)[0] == "triton"  # older than what was measured
+
+
+def test_the_table_gives_whole_rows_to_cudnn_where_nothing_faster_is_installed(hopper: pytest.MonkeyPatch) -> None:
+    hopper.setattr(backends, "cudnn_version", lambda: backends.FASTER[9, 128][-1].version)
+    wide = replace(LONG, head_size=128)
+    assert [resolve_backend("auto", call)[0] for call in (LONG, wide)] == ["fa4", "cudnn"]
+    for other in (
+        {"queries": 1},
+        {"window": 128},
+        {"dtype": torch.float32},
+        {"softcap": True},
+        {"padded": True},
+        {"packed": True},
+        {"lse": True},
+        {"deterministic": True},
+        {"elements": 1 << 31},
+    ):
+        assert resolve_backend("auto", replace(wide, **other))[0] == "triton", other  # type: ignore[arg-type]
+    hopper.setattr(backends, "fa4_version", lambda: None)
+    resolve_backend.cache_clear()
+    assert resolve_backend("auto", LONG)[0] == "cudnn"
+    hopper.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    resolve_backend.cache_clear()
+    assert resolve_backend("auto", LONG)[0] == "triton"
+    with pytest.raises(UnsupportedError, match=r"enable_cudnn_sdp\(False\)"):
+        resolve_backend("cudnn", LONG)
 
 
 def test_what_flash_attn_4_was_not_tested_with_is_left_to_triton_or_refused(hopper: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     for name in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
-    monkeypatch.setattr(backends, "why_not_fa4", lambda call: None)
+    monkeypatch.setattr(backends, "why_not_fa4", lambda call: "a key mask with zeros" if call.padded else None)
     backends.resolve_backend.cache_clear()
     return it
 

@@ -45,6 +45,35 @@ def test_fa4_no_worse_than_eager(name: str, dtype: torch.dtype) -> None:
     run_case(CASES[name], dtype, "cuda", "fa4")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [n for n in CASES if "window" not in n and not n.startswith(("packed", "one t"))])
+def test_cudnn_no_worse_than_eager(name: str, dtype: torch.dtype) -> None:
+    run_case(CASES[name], dtype, "cuda", "cudnn")
+
+
+@pytest.mark.parametrize("length", [64, 191, 192, 320, 704, 1088])
+def test_cudnn_at_lengths_that_end_in_half_a_tile_with_low_logits(length: int) -> None:
+    """Gradients stay finite where every normaliser is far below zero, with and without a sink."""
+    q, k, v = (torch.randn(1, length, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    leaves = [x.requires_grad_() for x in (q.abs() * 5, -k.abs() * 5, v)]
+    for sink in (None, torch.full((8,), -90.0, device="cuda")):
+        o = sink_attention(*leaves, sink, backend="cudnn")
+        grads = torch.autograd.grad(o.float().square().sum(), leaves)  # type: ignore[union-attr]
+        assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_cudnn_sums_by_groups_of_heads_hold_little_memory() -> None:
+    q = torch.randn(1, 32768, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(1, 32768, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    weight = torch.randn_like(q)
+    o = sink_attention(q, k, v, torch.randn(64, device="cuda"), backend="cudnn")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(o, [q, k, v], weight)  # type: ignore[arg-type]
+    results = q.numel() * 2 + 2 * k.numel() * 2
+    assert torch.cuda.max_memory_allocated() - before < results * 2 + 1.5 * fa4.GROUP_BYTES
+
+
 @pytest.mark.parametrize("name", ["257 tokens", "window 128", "packed", "no sink", *FLEX_ONLY])
 def test_flex_no_worse_than_eager(name: str) -> None:
     run_case((CASES | FLEX_ONLY)[name], torch.bfloat16, "cuda", "flex")
