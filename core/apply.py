@@ -55,7 +55,9 @@ class Applied:
     def __init__(self, model: nn.Module, config: UnslothConfig, parts: ModelParts) -> None:
         self.model, self.config, self.parts = model, config, parts
         self.store = HostStore.for_policy(config.memory_policy, config.offload_min_bytes, config.host_memory_gib)
-        self.budget = MemoryBudget() if config.memory_policy == "auto" else None
+        self.budget: MemoryBudget | None = None
+        if config.memory_policy == "auto":
+            self.budget = MemoryBudget(host_bytes=self.store.limit_bytes)
         self.checkpointing = Checkpointing(parts, config, self.store, self.budget)
         self.tokens_seen = self.last_tokens = self._longest = 0
         self._reported: dict[str, Reported] = {}

@@ -81,8 +81,8 @@ class UnslothConfig:
     again in backward: half the memory for these inputs, for one more forward of half the layers."""
 
     host_memory_gib: float | None = None
-    """The most host memory for checkpointed activations, GiB; what needs more is an error before it is taken. ``None``
-    for no limit."""
+    """The most host memory for checkpointed activations, GiB; ``None`` for no limit. What needs more is an error before
+    it is taken; under ``memory_policy="auto"`` on CUDA inputs wait on the device instead, if they fit there."""
 
     offload_min_bytes: int = 1 << 20
     """Activations smaller than this many bytes stay on the device."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from unsloth_plugins.core.device import DeviceMemory
+from unsloth_plugins.core.offload.arena import ALIGNMENT
 from unsloth_plugins.core.offload.policy import Plan, choose
 
 logger = logging.getLogger("unsloth_plugins")
@@ -54,17 +55,20 @@ class MemoryBudget:
 
     Args:
         memory: tells what the device has and holds.
+        host_bytes: that inputs can take on the host; ``None`` for no limit.
 
     Attributes:
         plan: in force; ``None`` until a step was measured.
+        inputs_on_host: where inputs wait in this forward; ``None`` while whoever stores them looks for itself.
         layers: number of layers that ask.
         holding_bytes: a token, that each layer's experts or MLP can hold for backward.
         decoded: what of the model's weights can stay decoded.
     """
 
-    def __init__(self, memory: DeviceMemory | None = None) -> None:
-        self.memory = memory or DeviceMemory()
+    def __init__(self, memory: DeviceMemory | None = None, host_bytes: int | None = None) -> None:
+        self.memory, self.host_bytes = memory or DeviceMemory(), host_bytes
         self.plan: Plan | None = None
+        self.inputs_on_host: bool | None = None
         self.layers = self.holding_bytes = 0
         self.decoded: Decoded | None = None
         self._device = torch.device("cpu")
@@ -78,7 +82,7 @@ class MemoryBudget:
 
     def begin(self, device: torch.device, tokens: int) -> None:
         """A forward with gradients starts."""
-        self._device = device
+        self._device, self.inputs_on_host = device, None
         if not tokens or not self.layers or not self.memory.is_known(device):
             self.plan = None
             return
@@ -90,8 +94,18 @@ class MemoryBudget:
         self.plan = self._choose(now)
         if self.plan is not None:
             self._extra += self.plan.device_bytes
+            self.inputs_on_host = self.plan.inputs_on_host
         if self.decoded is not None:
             self.decoded.keep(0 if self.plan is None else self.plan.decoded)
+
+    def expect_inputs(self, n_bytes: int) -> None:
+        """The inputs of a forward without a plan will take ``n_bytes``: where the host does not take them, they wait on
+        the device if that has so much free. If it has not either, they are for the host, which refuses them.
+        """
+        share = self._host_share()
+        if self.plan is None and share is not None and n_bytes > share and self.memory.is_known(self._device):
+            free = self.memory.allowed(self._device) * (1 - MARGIN) - self.memory.allocated(self._device)
+            self.inputs_on_host = n_bytes > free
 
     def rest(self) -> None:
         """A forward without gradients starts: it gets the memory of what only saves time."""
@@ -183,11 +197,24 @@ class MemoryBudget:
         holding = [self.holding_bytes * self._tokens] * len(layers) if self.holding_bytes else []
         before = None if self._learning else self.plan
         plan = choose(
-            int(free / left), kept, inputs, before, holding, surviving, self.decoded.layer_bytes if self.decoded else 0
+            int(free / left),
+            kept,
+            inputs,
+            before,
+            holding,
+            surviving,
+            self.decoded.layer_bytes if self.decoded else 0,
+            self._host_share(),
         )
         if self.plan is None or plan.first_kept != self.plan.first_kept:
             logger.debug("%d of %d layers not checkpointed", self.layers - plan.first_kept, self.layers)
         return plan
+
+    def _host_share(self) -> int | None:
+        """Of the host's bytes, for one of the forwards that share a backward; without what slabs are rounded up by."""
+        if self.host_bytes is None:
+            return None
+        return self.host_bytes // max(self._together, self._forwards) - self.layers * ALIGNMENT
 
 
 def _scaled(n_bytes: int, tokens: int, at: int) -> int:

@@ -106,10 +106,14 @@ class LayerCheckpoint:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``function(*args, **kwargs)``, checkpointed or not."""
         budget, plan = self.budget, self.budget.plan if self.budget is not None else None
-        self.store.moving = None if plan is None else plan.inputs_on_host
         if self.index == 0 and args and isinstance(args[0], torch.Tensor):
             checkpointed = self.store.layers if plan is None else plan.first_kept
-            self.store.reserve(args[0], checkpointed if self.pairs is None else -(-checkpointed // 2))
+            count = checkpointed if self.pairs is None else -(-checkpointed // 2)
+            if budget is not None:
+                budget.expect_inputs(_bytes_of(args[:1]) * count)
+            self.store.moving = None if budget is None else budget.inputs_on_host
+            self.store.reserve(args[0], count)
+        self.store.moving = None if budget is None else budget.inputs_on_host
         if budget is None:
             with telling(self.store.tail_is_over):
                 return self._checkpointed(function, args, kwargs)

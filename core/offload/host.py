@@ -127,8 +127,8 @@ class HostStore:
             UnsupportedError: they would not fit in the limit.
         """
         n_bytes = tensor.numel() * tensor.element_size()
-        moves = self.offload is True or (self.offload == "auto" and self.moving is True)
-        if count and moves and n_bytes >= max(self.min_bytes, 1) and tensor.device.type != "meta":
+        large = n_bytes >= max(self.min_bytes, 1) and tensor.device.type != "meta"
+        if count and large and self._moves(tensor.device):
             transfers = self.transfers(tensor.device)
             assert transfers.stored_bytes >= 0  # notes what has become free
             transfers.arena.reserve(n_bytes, count)
@@ -140,16 +140,20 @@ class HostStore:
         n_bytes = tensor.numel() * tensor.element_size()
         if tensor.layout != torch.strided or n_bytes < max(self.min_bytes, 1) or tensor.device.type == "meta":
             return tensor
-        if self.offload == "auto" and tensor.is_cuda:
-            moving = memory_in_use(tensor.device) >= _PLENTY if self.moving is None else self.moving
-            if not moving:
-                self.stayed_bytes += n_bytes
-                return Left(self, tensor, 0)
-        if self.offload is not True and not is_accelerator(tensor.device):
-            return self._account(Left(self, tensor, n_bytes), n_bytes)
+        if not self._moves(tensor.device):
+            if not is_accelerator(tensor.device):
+                return self._account(Left(self, tensor, n_bytes), n_bytes)
+            self.stayed_bytes += n_bytes
+            return Left(self, tensor, 0)
         if type(tensor) not in (torch.Tensor, torch.nn.Buffer) or tensor.is_conj() or tensor.is_neg():
             return tensor  # what is more than its bytes
         return self._park(tensor.detach(), n_bytes)
+
+    def _moves(self, device: torch.device) -> bool:
+        """Whether large tensors of ``device`` go to the host now."""
+        if self.offload != "auto" or device.type != "cuda":
+            return self.offload is True or (self.offload == "auto" and is_accelerator(device))
+        return memory_in_use(device) >= _PLENTY if self.moving is None else self.moving
 
     @staticmethod
     def unpack(packed: Any) -> torch.Tensor:

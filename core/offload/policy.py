@@ -2,7 +2,7 @@
 
 A layer that is not checkpointed keeps what its backward reads and is not run a second time. Where not all can be kept,
 the last ones are: backward frees them first, before the recompute of the others needs room. An input that waits on the
-host costs next to no time, so inputs move there wherever that lets one more layer be kept.
+host costs next to no time, so inputs move there wherever that lets one more layer be kept, and the host takes them.
 
 The output of full attention and its normalisers are kept before whole layers. For gpt-oss, attention over S tokens is
 8,192 S operations for 8,448 bytes a token, and the rest of what a recompute runs is 53 million for the other bytes of a
@@ -57,6 +57,7 @@ def choose(
     holding_bytes: Sequence[int] = (),
     surviving_bytes: Sequence[int] = (),
     decoded_bytes: int = 0,
+    host_bytes: int | None = None,
 ) -> Plan:
     """The fastest plan that fits: first what saves most time a byte, which are the outputs of full attention, then
     layers, then what experts can hold, then experts that stay decoded.
@@ -69,8 +70,13 @@ def choose(
         holding_bytes: by layer, what its experts would hold besides, which pays less a byte: only from what is left.
         surviving_bytes: by layer, the results of full attention, which a layer that is not checkpointed holds anyway.
         decoded_bytes: of the experts of one layer, decoded; 0 where there are none that could stay so.
+        host_bytes: that the inputs of checkpointed layers can take on the host; ``None`` for no limit.
+
+    Returns:
+        The plan; where none fits, the one that holds least on the device of those that the host takes.
     """
-    plan = _choose(free_bytes, kept_bytes, input_bytes, surviving_bytes or [0] * len(kept_bytes), before)
+    surviving_bytes = surviving_bytes or [0] * len(kept_bytes)
+    plan = _choose(free_bytes, kept_bytes, input_bytes, surviving_bytes, before, host_bytes)
     if holding_bytes:
         left = free_bytes - plan.device_bytes
         first = len(holding_bytes)
@@ -89,6 +95,7 @@ def _choose(
     input_bytes: Sequence[int],
     surviving_bytes: Sequence[int],
     before: Plan | None,
+    host_bytes: int | None,
 ) -> Plan:
     """``choose`` without what experts hold."""
     layers = len(kept_bytes)
@@ -104,11 +111,20 @@ def _choose(
             surviving_bytes=surviving,
         )
 
-    def least(plans: Iterable[Plan], otherwise: Plan) -> Plan:
-        return next((each for each in plans if each.device_bytes <= free_bytes), otherwise)
+    def is_taken(plan: Plan) -> bool:
+        """By the host."""
+        return host_bytes is None or not plan.inputs_on_host or sum(input_bytes[: plan.first_kept]) <= host_bytes
 
-    nothing = Plan(layers, True)
-    first = next((n for n in range(layers) if plan(layers, n, True).device_bytes <= free_bytes), layers)
+    def least(plans: Iterable[Plan], otherwise: Plan) -> Plan:
+        return next((each for each in plans if each.device_bytes <= free_bytes and is_taken(each)), otherwise)
+
+    plain = (plan(n, layers, on_host) for n in reversed(range(layers + 1)) for on_host in (True, False))
+    nothing = min(filter(is_taken, plain), key=lambda each: each.device_bytes)
+
+    def surviving_from(n: int) -> Plan:
+        return plan(nothing.first_kept, n, nothing.inputs_on_host)
+
+    first = next((n for n in range(layers) if surviving_from(n).device_bytes <= free_bytes), layers)
     best = least((plan(n, first, on_host) for n in range(layers + 1) for on_host in (False, True)), nothing)
     if before is not None and best.first_kept < before.first_kept <= best.first_kept + 1:
         return least([plan(before.first_kept, first, before.inputs_on_host)], best)

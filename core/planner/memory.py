@@ -421,14 +421,24 @@ def step_peak(shape: ModelShape, setup: Setup, tokens: int, plan: Plan) -> Peak:
     return Peak(sum(terms.values()), moment, terms, host, streamed_bytes(shape, setup), plan)
 
 
-def least_plan(shape: ModelShape, setup: Setup) -> Plan:
-    """The plan that holds least on the device under the policy asked for."""
-    return Plan(shape.layers, setup.config.memory_policy != "on_device")
+def least_plan(shape: ModelShape, setup: Setup, tokens: int) -> Plan:
+    """The plan that holds least on the device under the policy asked for; ``auto`` puts no more inputs on the host than
+    ``host_memory_gib`` lets it, and then all stay on the device.
+    """
+    on_host, limit = setup.config.memory_policy != "on_device", _host_bytes(setup)
+    if setup.config.memory_policy == "auto" and limit is not None:
+        on_host = input_bytes(shape, tokens) * -(-shape.layers // _every(setup)) <= limit
+    return Plan(shape.layers, on_host)
+
+
+def _host_bytes(setup: Setup) -> int | None:
+    limit = setup.config.host_memory_gib
+    return None if limit is None else int(limit * 2**30)
 
 
 def least_bytes(shape: ModelShape, setup: Setup, tokens: int) -> int:
     """What a step takes at the least, beside what is on the device all the time."""
-    peak = step_peak(shape, setup, tokens, least_plan(shape, setup))
+    peak = step_peak(shape, setup, tokens, least_plan(shape, setup, tokens))
     return peak.device_bytes - sum(fixed_terms(shape, setup).values())
 
 
@@ -442,11 +452,12 @@ def predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | No
             least that the policy can do with.
     """
     setup = with_weights_placed(shape, setup, tokens, device_bytes)
-    least = step_peak(shape, setup, tokens, least_plan(shape, setup))
+    least = step_peak(shape, setup, tokens, least_plan(shape, setup, tokens))
     if device_bytes is None or not spend or setup.config.memory_policy != "auto":
         return least
     one = input_bytes(shape, tokens)
-    free = int(device_bytes * (1 - MARGIN)) - least.device_bytes
+    bare = step_peak(shape, setup, tokens, Plan(shape.layers, True))  # what the plan comes on top of
+    free = int(device_bytes * (1 - MARGIN)) - bare.device_bytes
     every = _every(setup)
     plan = choose(
         max(free, 0),
@@ -456,5 +467,6 @@ def predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | No
         [holding_bytes(shape, tokens)] * shape.layers,
         surviving_bytes(shape, setup, tokens),
         staying_bytes(shape, setup),
+        _host_bytes(setup),
     )
     return step_peak(shape, setup, tokens, plan)

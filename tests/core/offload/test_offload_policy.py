@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from conftest import batch_of, loss_and_grads, tiny_gpt_oss, tiny_llama, twin
+from simulated_copies import SimulatedCopies
 from torch import nn
 
 from unsloth_plugins.core import apply
@@ -34,6 +37,37 @@ def test_the_fastest_plan_that_fits(free: int, first_kept: int, on_host: bool) -
     plan = choose(free, [20] * 4, [2] * 4)
     assert (plan.first_kept, plan.inputs_on_host) == (first_kept, on_host)
     assert free < 0 or plan.kept_bytes + plan.input_bytes <= free
+
+
+@pytest.mark.parametrize(
+    ("free", "host", "first_kept", "on_host"),
+    [
+        (7, 8, 4, True),  # the host takes all
+        (7, 7, 4, False),  # nothing fits: least on the device, of what the host takes
+        (8, 0, 4, False),
+        (20, 5, 4, False),  # one layer would fit if three inputs could move
+        (20, 6, 3, True),
+        (26, 5, 3, False),
+        (40, 3, 3, False),
+        (40, 4, 2, True),
+        (80, 0, 0, False),
+    ],
+)
+def test_plans_with_more_inputs_than_the_host_takes_are_dropped(
+    free: int, host: int, first_kept: int, on_host: bool
+) -> None:
+    plan = choose(free, [20] * 4, [2] * 4, host_bytes=host)
+    assert (plan.first_kept, plan.inputs_on_host) == (first_kept, on_host)
+    assert not on_host or 2 * first_kept <= host
+
+
+def test_attention_is_not_kept_in_the_room_of_inputs_that_the_host_does_not_take() -> None:
+    options: Any = {"kept_bytes": [20] * 4, "input_bytes": [2] * 4, "surviving_bytes": [0, 5, 0, 5], "host_bytes": 7}
+    for free, surviving in ((12, 0), (13, 5), (18, 10)):
+        plan = choose(free, **options)
+        assert (plan.first_kept, plan.inputs_on_host, plan.surviving_bytes) == (4, False, surviving)
+    before = choose(20, [20] * 4, [2] * 4)
+    assert before.inputs_on_host and not choose(20, **options, before=before).inputs_on_host
 
 
 def test_layers_of_different_size() -> None:
@@ -317,3 +351,64 @@ def test_a_host_budget_that_cannot_hold_the_inputs_is_an_error_before_the_first_
     applied = apply(model, host_memory_gib=1.01 * counted_bytes / 2**30, **options)
     loss_and_grads(model, **batch_of(2, 16))
     assert applied.store.mapped_bytes == applied.store.peak_bytes == counted_bytes
+
+
+@pytest.mark.parametrize(
+    ("host", "room", "forwards", "on_host"),
+    [
+        (None, 10**6, 1, None),  # whoever stores the inputs looks for itself
+        (3048, 0, 1, None),  # the host takes 1000
+        (3047, 500, 1, False),
+        (3047, 499, 1, True),  # for the host, which refuses
+        (6096, 500, 2, None),
+        (6095, 500, 2, False),
+    ],
+)
+def test_inputs_of_a_step_without_a_plan(host: int | None, room: int, forwards: int, on_host: bool | None) -> None:
+    budget = MemoryBudget(FakeMemory(room), host)
+    budget.layers = 4  # whose slabs are rounded up by 512 bytes at the most
+    for _ in range(forwards):
+        budget.begin(torch.device("cuda"), 8)
+    budget.expect_inputs(1000)
+    assert budget.plan is None and budget.inputs_on_host is on_host
+    budget.backward_ended()
+    budget.begin(torch.device("cuda"), 9)
+    assert budget.inputs_on_host is None
+
+
+INPUTS = 4 * 2 * 16 * 64 * 4  # bytes: layers, rows, tokens, hidden size, float32
+
+
+def under_auto(monkeypatch: pytest.MonkeyPatch, host_bytes: int, room: int) -> tuple[Any, Counted]:
+    """A model whose store takes the CPU for a device that is half full."""
+    monkeypatch.setattr(HostStore, "_moves", lambda store, device: store.moving is not False)
+    model = tiny_llama(num_hidden_layers=4)
+    options = {"gradient_checkpointing": True, "offload_min_bytes": INPUTS // 4}
+    applied = apply(model, host_memory_gib=host_bytes / 2**30, **options)
+    copies = SimulatedCopies(eager=0.3)
+    applied.store._engine = lambda device: copies
+    applied.budget.memory = FakeMemory(room)  # type: ignore[union-attr]
+    return applied, Counted(model)
+
+
+@pytest.mark.parametrize("host_bytes", [INPUTS // 2, 2 * INPUTS])
+def test_auto_keeps_inputs_on_the_device_where_the_host_does_not_take_them(
+    host_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = apply(tiny_llama(num_hidden_layers=4), gradient_checkpointing=True, memory_policy="on_device")
+    want = loss_and_grads(plain.model, **batch_of(2, 16))
+    applied, _ = under_auto(monkeypatch, host_bytes, 2 * INPUTS)
+    for step in range(3):
+        got = loss_and_grads(applied.model, **batch_of(2, 16))
+        assert all(torch.equal(got[2][name], want[2][name]) for name in want[2])
+        assert (applied.store.sent_bytes > 0) == (host_bytes > INPUTS) or step > 0
+        assert applied.store.mapped_bytes <= host_bytes
+
+
+def test_auto_refuses_inputs_that_neither_host_nor_device_take_before_the_first_layer_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    applied, counted = under_auto(monkeypatch, INPUTS // 2, INPUTS // 2)
+    with pytest.raises(UnsupportedError, match="Raise the limit"):
+        loss_and_grads(applied.model, **batch_of(2, 16))
+    assert counted.runs == {}

@@ -169,7 +169,9 @@ def test_measured_layers_of_gpt_oss(tokens: int, policy: str, monkeypatch: pytes
     shape = replace(BUILT_IN["gpt-oss-20b"], layers=6, vocab=512)
     config = unsloth_plugins.UnslothConfig(memory_policy=policy, offload_min_bytes=0)  # type: ignore[arg-type]
     setup = Setup("bf16", 1, "attention", config=config)
-    chosen = Plan(0, False) if policy == "auto" else memory.least_plan(shape, setup)  # the row says: all layers kept
+    chosen = (
+        Plan(0, False) if policy == "auto" else memory.least_plan(shape, setup, tokens)
+    )  # the row says: all layers kept
     told = memory.step_peak(shape, setup, tokens, chosen)
     assert -0.01 <= told.device_bytes / GIB / row["peak_gib"] - 1 <= 0.02
     if policy == "offload_all":
@@ -282,8 +284,22 @@ def test_pairs_halve_what_waits_on_the_host() -> None:
 def test_host_memory_limits_too() -> None:
     free, tight = (plan("mistral-7b", dtype="nf4", gpu="H100", host_ram_gib=ram) for ram in (None, 16))
     assert free.longest is not None and tight.longest is not None and tight.longest < free.longest
-    budget = plan("mistral-7b", dtype="nf4", gpu="H100", host_memory_gib=8)
-    assert budget.longest is not None and budget.longest <= 8 * GIB // (32 * 4096 * 2)
+    on_host = 8 * GIB // (32 * 4096 * 2)  # tokens
+    budget = plan("mistral-7b", dtype="nf4", gpu="H100", host_memory_gib=8, memory_policy="offload_all")
+    assert budget.longest is not None and budget.longest <= on_host
+    either = plan("mistral-7b", dtype="nf4", gpu="H100", host_memory_gib=8)  # more wait on the device
+    assert free.longest is not None and either.longest is not None and on_host < either.longest < free.longest
+
+
+def test_auto_keeps_what_the_host_does_not_take_on_the_device() -> None:
+    shape, tokens = BUILT_IN["mistral-7b"], 65536
+    told = {}
+    for gib in (None, 8, 17):
+        config = unsloth_plugins.UnslothConfig(host_memory_gib=gib)
+        told[gib] = predict(shape, Setup("nf4", config=config), tokens, int(40 * GIB), spend=True)
+        assert gib is None or told[gib].host_bytes <= gib * GIB
+    assert told[17] == told[None] and told[None].host_bytes > 8 * GIB
+    assert told[8].device_bytes <= 40 * GIB
 
 
 @pytest.mark.parametrize(
