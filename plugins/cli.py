@@ -415,33 +415,78 @@ def _template(given: str | None) -> str | None:
 
 @app.command("show-mask")
 def show_mask(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, cached hub id or built-in name, as for plan: its windows and sinks.")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="With MODEL: this layer only, from 0.")] = None,
     length: Annotated[int, typer.Option(help="Tokens of the row, padding included.")] = 16,
     window: Annotated[int | None, typer.Option(help="Keys that a token sees, itself included.")] = None,
     documents: Annotated[str | None, typer.Option(help="Lengths of packed documents, as 5,7,4.")] = None,
     left_padding: Annotated[int, typer.Option(help="Tokens of padding before the text.")] = 0,
     right_padding: Annotated[int, typer.Option(help="Tokens of padding after the text.")] = 0,
-    sink: Annotated[bool, typer.Option(help="The layer has a learned sink, as in gpt-oss.")] = True,
-    png: Annotated[Path | None, typer.Option(help="Write a picture here as well (needs matplotlib).")] = None,
+    sink: Annotated[
+        bool | None,
+        typer.Option("--sink/--no-sink", help="The layer has a learned sink, as in gpt-oss: so without MODEL."),
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(help="Write a picture here as well, or one a kind of layer beside it (needs matplotlib)."),
+    ] = None,
 ) -> None:
-    """Show which keys each token of a row attends to.
+    """Show which keys each token of a row attends to, for a window or for each kind of layer of a model.
 
     **Examples**
 
     `unsloth-plugins show-mask --length 16 --window 5`
 
     `unsloth-plugins show-mask --window 5 --documents 9,7 --png mask.png`
+
+    `unsloth-plugins show-mask gpt-oss-20b --length 160 --png mask.png`
+
+    `unsloth-plugins show-mask my-model --layer 0`
     """
     from unsloth_plugins.core.sink_attention.show import mask_png, mask_text, visible
 
+    if model is None and layer is not None:
+        raise typer.BadParameter("--layer needs MODEL.")
+    if model is not None and (window is not None or sink is not None):
+        raise typer.BadParameter("--window and --sink go without MODEL, whose config says both.")
     try:
         lengths = None if documents is None else [int(part) for part in documents.split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"--documents {documents!r}: lengths are numbers with commas between.") from error
     with _errors(as_json=False):
-        mask = visible(length, window=window, documents=lengths, left_padding=left_padding, right_padding=right_padding)
-        if png is not None:
-            mask_png(mask, png, sink=sink)
-    sys.stdout.write(mask_text(mask, sink=sink) + "\n")
+        kinds, sink = {"": window}, sink is not False
+        if model is not None:
+            kinds, sink = _kinds_of_layers(model, layer, length)
+        for number, (title, keys) in enumerate(kinds.items()):
+            mask = visible(
+                length, window=keys, documents=lengths, left_padding=left_padding, right_padding=right_padding
+            )
+            if png is not None:
+                path = png if len(kinds) == 1 else png.with_stem(f"{png.stem}-{'full' if keys is None else keys}")
+                mask_png(mask, path, sink=sink, title=title)
+            sys.stdout.write("\n" * (number > 0) + f"{title}\n" * bool(title) + mask_text(mask, sink=sink) + "\n")
+
+
+def _kinds_of_layers(model: str, layer: int | None, length: int) -> tuple[dict[str, int | None], bool]:
+    """Of the model, or of one layer: a title and the window of each kind, and whether there are sinks."""
+    from unsloth_plugins.core.planner.shape import find_shape
+
+    shape = find_shape(model)
+    if layer is not None and not 0 <= layer < shape.layers:
+        raise typer.BadParameter(f"--layer {layer}: {shape.name} has layers 0 to {shape.layers - 1}.")
+    kinds: dict[str, int | None] = {}
+    for window, layers in shape.layers_by_window().items():
+        if layer is not None and layer not in layers:
+            continue
+        some = [str(index) for index in layers]
+        which = f"layer {layer}" if layer is not None else f"layers {', '.join(some if len(some) < 6 else some[:3])}"
+        which += f", ... {some[-1]} ({len(some)} of {shape.layers})" if layer is None and len(some) >= 6 else ""
+        sees = "full attention" if window is None else f"a window of {window} keys"
+        sees += ", more than the row has" if window is not None and window > length else ""
+        kinds[f"{which} of {shape.name}: {sees}{', and a sink' if shape.has_sinks else ''}"] = window
+    return kinds, shape.has_sinks
 
 
 def _finish(output: Path, needed: int, notes: list[str], what: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import tiny_gpt_oss, tiny_llama
 from merge_cases import logits, reload, save_llama, save_packed, small_tokenizer, train_llama, train_packed
 from safetensors.torch import load_file
 from tokenizers import processors
@@ -282,6 +283,28 @@ def test_show_mask_prints_the_mask_and_draws_it(tmp_path: Path) -> None:
     assert (tmp_path / "mask.png").read_bytes()[:4] == b"\x89PNG"
     assert "add up to 5" in run("show-mask", "--length", 4, "--documents", "2,3", status=1).stderr
     assert "commas" in run("show-mask", "--documents", "2;3", status=2).output
+
+
+def test_show_mask_draws_a_picture_a_kind_of_layer_of_a_config(tmp_path: Path) -> None:
+    tiny_gpt_oss(sliding_window=2).config.save_pretrained(tmp_path / "model")
+    windows = ["◆ │ ■ · ·", "◆ │ ■ ■ ·", "◆ │ · ■ ■"]
+    full = ["◆ │ ■ · ·", "◆ │ ■ ■ ·", "◆ │ ■ ■ ■"]
+    lines = run("show-mask", tmp_path / "model", "--length", 3, "--png", tmp_path / "mask.png").stdout.splitlines()
+    assert lines[0].startswith("layers 0, 2 of ") and lines[0].endswith(": a window of 2 keys, and a sink")
+    assert lines[5].startswith("layers 1, 3 of ") and lines[5].endswith(": full attention, and a sink")
+    assert lines[1:4] == windows and lines[4] == "" and lines[6:] == full
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["mask-2.png", "mask-full.png"]
+    one = run("show-mask", tmp_path / "model", "--layer", 1, "--length", 3, "--png", tmp_path / "one.png")
+    assert one.stdout.splitlines()[1:] == full and (tmp_path / "one.png").exists()
+    tiny_llama().config.save_pretrained(tmp_path / "llama")
+    assert run("show-mask", tmp_path / "llama", "--length", 1).stdout.splitlines()[1:] == ["■"]
+    built_in = run("show-mask", "gpt-oss-20b").stdout
+    assert "layers 0, 2, 4, ... 22 (12 of 24) of gpt-oss-20b: a window of 128 keys, more than the row has" in built_in
+    run("show-mask", tmp_path / "model", "--layer", 4, status=2)
+    run("show-mask", tmp_path / "model", "--window", 4, status=2)
+    run("show-mask", tmp_path / "model", "--no-sink", status=2)
+    run("show-mask", "--layer", 0, status=2)
+    assert "built-in name" in run("show-mask", tmp_path / "none", status=1).stderr
 
 
 def test_plan_says_what_fits(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from unsloth_plugins.core.errors import ModelError, UnsupportedError
 
 FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 """``model_type`` of transformers whose layers the formulas describe."""
+_FULL_EVERY = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6}  # layers; the others of the family have a window
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class ModelShape:
         experts, top_k: of each layer; 0 for dense models.
         trained_tokens: ``max_position_embeddings``, or ``None``.
         softcap: the logits are capped, which the loss kernel leaves to torch.
+        windows: by layer, the keys that a token sees, itself included; ``None`` for all. Empty: all in every layer.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ModelShape:
     top_k: int = 0
     trained_tokens: int | None = None
     softcap: bool = False
+    windows: tuple[int | None, ...] = ()
 
     @property
     def has_sinks(self) -> bool:
@@ -51,8 +54,15 @@ class ModelShape:
         return self.family == "gpt_oss"
 
     def has_full_attention(self, index: int) -> bool:
-        """Whether that layer sees all keys; the others of its family have a window."""
-        return (index + 1) % {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6}.get(self.family, 1) == 0
+        """Whether that layer sees all keys, and not those of a window."""
+        return not self.windows or self.windows[index] is None
+
+    def layers_by_window(self) -> dict[int | None, list[int]]:
+        """Layers of each kind, by their windows, in the order of the first of a kind."""
+        found: dict[int | None, list[int]] = {}
+        for index in range(self.layers):
+            found.setdefault(self.windows[index] if self.windows else None, []).append(index)
+        return found
 
     @property
     def norms_query_and_key(self) -> bool:
@@ -120,7 +130,7 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
         raise UnsupportedError(
             expected=f"a model of type {', '.join(FAMILIES)}",
             got=f"{name}: {family or 'no model_type'}",
-            remedy="For other models run one step and read the peak from the trainer's log.",
+            remedy="For other models run one step and read the peak from the trainer's log; draw masks by --window.",
         )
     heads = config["num_attention_heads"]
     return ModelShape(
@@ -139,7 +149,23 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
         top_k=config["num_experts_per_tok"] if family == "gpt_oss" else 0,
         trained_tokens=config.get("max_position_embeddings"),
         softcap=config.get("final_logit_softcapping") is not None,
+        windows=_windows_of(config, family),
     )
+
+
+def _windows_of(config: Mapping[str, Any], family: str) -> tuple[int | None, ...]:
+    window, layers = config.get("sliding_window"), config["num_hidden_layers"]
+    if window is None or not config.get("use_sliding_window", True):
+        return ()
+    kinds = config.get("layer_types")  # files that are older than that key go by the family
+    if kinds is None:
+        return _windows(family, window, layers)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _windows(family: str, window: int, layers: int) -> tuple[int | None, ...]:
+    every = _FULL_EVERY.get(family, layers + 1)
+    return tuple(window if (index + 1) % every else None for index in range(layers))
 
 
 def find_shape(model: str | Mapping[str, Any] | Any) -> ModelShape:
@@ -191,7 +217,7 @@ _GPT_OSS = (2880, 2880, 64, 8, 64, 201088)
 
 def _gpt_oss(name: str, layers: int, experts: int) -> ModelShape:
     hidden, size, heads, kv_heads, head_size, vocab = _GPT_OSS
-    more = dict(biases=True, experts=experts, top_k=4, trained_tokens=131072)
+    more = dict(biases=True, experts=experts, top_k=4, trained_tokens=131072, windows=_windows("gpt_oss", 128, layers))
     return ModelShape(name, "gpt_oss", hidden, size, layers, heads, kv_heads, head_size, vocab, **more)  # type: ignore[arg-type]
 
 
@@ -216,10 +242,38 @@ _MODELS = (
     _dense("qwen3-32b", "qwen3", (5120, 25600, 64, 64, 8, 128, 151936), **_QWEN),
     _dense("gemma-2b", "gemma", (2048, 16384, 18, 8, 1, 256, 256000), **_GEMMA),
     _dense("gemma-7b", "gemma", (3072, 24576, 28, 16, 16, 256, 256000), **_GEMMA),
-    _dense("gemma-2-2b", "gemma2", (2304, 9216, 26, 8, 4, 256, 256000), softcap=True, **_GEMMA),
-    _dense("gemma-2-9b", "gemma2", (3584, 14336, 42, 16, 8, 256, 256000), softcap=True, **_GEMMA),
-    _dense("gemma-2-27b", "gemma2", (4608, 36864, 46, 32, 16, 128, 256000), softcap=True, **_GEMMA),
-    _dense("gemma-3-1b", "gemma3_text", (1152, 6912, 26, 4, 1, 256, 262144), tied=True, trained_tokens=32768),
+    _dense(
+        "gemma-2-2b",
+        "gemma2",
+        (2304, 9216, 26, 8, 4, 256, 256000),
+        softcap=True,
+        windows=_windows("gemma2", 4096, 26),
+        **_GEMMA,
+    ),
+    _dense(
+        "gemma-2-9b",
+        "gemma2",
+        (3584, 14336, 42, 16, 8, 256, 256000),
+        softcap=True,
+        windows=_windows("gemma2", 4096, 42),
+        **_GEMMA,
+    ),
+    _dense(
+        "gemma-2-27b",
+        "gemma2",
+        (4608, 36864, 46, 32, 16, 128, 256000),
+        softcap=True,
+        windows=_windows("gemma2", 4096, 46),
+        **_GEMMA,
+    ),
+    _dense(
+        "gemma-3-1b",
+        "gemma3_text",
+        (1152, 6912, 26, 4, 1, 256, 262144),
+        tied=True,
+        trained_tokens=32768,
+        windows=_windows("gemma3_text", 512, 26),
+    ),
     _dense("smollm2-135m", "llama", (576, 1536, 30, 9, 3, 64, 49152), tied=True, trained_tokens=8192),
     _dense("smollm2-360m", "llama", (960, 2560, 32, 15, 5, 64, 49152), tied=True, trained_tokens=8192),
     _dense("smollm2-1.7b", "llama", (2048, 8192, 24, 32, 32, 64, 49152), tied=True, trained_tokens=8192),

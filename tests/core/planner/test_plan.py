@@ -337,3 +337,26 @@ def test_cards_are_found_as_people_write_them() -> None:
     for name in ("rtx4090", "NVIDIA GeForce RTX 4090", "4090"):
         assert find_card(name)[0].gb == 24
     assert find_card("nvidia a100 80gb")[0].gb == 80 and find_card("A100 40GB")[0].gb == 40
+
+
+def test_windows_are_those_of_the_config() -> None:
+    for name, family, every in (
+        ("gpt-oss-20b", "gpt_oss", 2),
+        ("gemma-2-9b", "gemma2", 2),
+        ("gemma-3-1b", "gemma3_text", 6),
+    ):
+        shape = BUILT_IN[name]
+        assert shape.family == family and len(shape.windows) == shape.layers
+        assert [shape.has_full_attention(index) for index in range(6)] == [
+            (index + 1) % every == 0 for index in range(6)
+        ]
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=160)
+    mistral = sizes | {"model_type": "mistral", "sliding_window": 32}
+    assert shape_of_config(mistral, "").windows == (32,) * 4
+    assert shape_of_config(mistral | {"sliding_window": None}, "").layers_by_window() == {None: [0, 1, 2, 3]}
+    qwen = sizes | {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": False}
+    assert shape_of_config(qwen, "").has_full_attention(0)
+    old = sizes | {"model_type": "gemma2", "sliding_window": 32}
+    assert shape_of_config(old, "").layers_by_window() == {32: [0, 2], None: [1, 3]}
+    new = old | {"layer_types": ["full_attention", "sliding_attention"] * 2}
+    assert shape_of_config(new, "").layers_by_window() == {None: [0, 2], 32: [1, 3]}
