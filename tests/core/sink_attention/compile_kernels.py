@@ -1,7 +1,8 @@
 """Compile the Triton kernels for GPUs that need not be there; run as a script, in a process without the interpreter.
 
-Arguments: compute capability (90, say), dtype, head sizes, ``first`` or ``all`` candidates. Prints one JSON object a
-kernel: the shared memory of a program in bytes, bytes spilled from registers, and ptxas's warnings.
+Arguments: compute capability (90, say), dtype, head sizes, ``first`` or ``all`` candidates, and modes (all by default),
+with commas between. Prints one JSON object a kernel: the shared memory of a program in bytes, bytes spilled from
+registers, and ptxas's warnings.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from typing import Any
 
 import torch
+import triton
 from compiling import assemble, compile_launch
 
 from unsloth_plugins.core.sink_attention.triton_bwd import dq_launch, row_sums_launch
@@ -18,26 +20,30 @@ from unsloth_plugins.core.sink_attention.triton_dkdv import dkdv_launch
 from unsloth_plugins.core.sink_attention.triton_fwd import forward_launch
 from unsloth_plugins.core.sink_attention.triton_tiles import configs, is_narrow
 
-# window, documents and padding, softcap
-MODES: dict[str, tuple[int | None, bool, float | None]] = {
-    "causal": (None, False, None),
-    "window": (128, False, None),
-    "everything": (4096, True, 30.0),
+# window, documents, padding, softcap
+MODES: dict[str, tuple[int | None, bool, bool, float | None]] = {
+    "causal": (None, False, False, None),
+    "window": (128, False, False, None),
+    "packed": (None, True, False, None),
+    "packed in a window": (128, True, False, None),
+    "padded in a window": (128, False, True, None),
+    "everything": (4096, True, True, 30.0),
 }
 
 
-def launches(dtype: torch.dtype, head_size: int, mode: str, capability: int, every: bool) -> Any:
-    """(name, tile, launch) of each kernel at gpt-oss's heads."""
-    window, vectors, softcap = MODES[mode]
+def launches(
+    dtype: torch.dtype, head_size: int, mode: str, capability: int, every: bool = False, tokens: int = 8192
+) -> Any:
+    """(name, tile, launch) of each kernel at gpt-oss's heads; ``every`` candidate for a tile, or the first."""
+    window, documents, padding, softcap = MODES[mode]
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
-    tokens = 8192
     q, kv, row = empty(1, tokens, 64, head_size), empty(1, tokens, 8, head_size), empty(1, 64, tokens, of=torch.float32)
     sink = empty(64, of=torch.float32)
-    bound = empty(1, tokens, of=torch.int32) if vectors else None
-    mask = empty(1, tokens, of=torch.uint8) if vectors else None
+    bound = empty(1, tokens, of=torch.int32) if documents or padding else None
+    mask = empty(1, tokens, of=torch.uint8) if padding else None
     narrow = is_narrow(window)
     shared = {"window": window, "scale": 0.125, "softcap": softcap, "narrow": narrow}
 
@@ -59,13 +65,15 @@ def launches(dtype: torch.dtype, head_size: int, mode: str, capability: int, eve
     for tile in tiles("dkdv"):
         yield "dkdv", tile, dkdv_launch(q, kv, kv, q, row, row, bound, mask, kv, kv, tile=tile, **shared)
     if mode == "causal":
-        yield "row_sums", None, row_sums_launch(q, q, row, row, sink, row, empty(1, 64, 64, of=torch.float32))
+        sums = empty(1, 64, triton.cdiv(tokens, 128), of=torch.float32)
+        yield "row_sums", None, row_sums_launch(q, q, row, row, sink, row, sums)
 
 
 if __name__ == "__main__":
     for_capability, for_dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
+    modes = sys.argv[5].split(",") if len(sys.argv) > 5 else list(MODES)
     for size in map(int, sys.argv[3].split(",")):
-        for name_of_mode in MODES:
+        for name_of_mode in modes:
             for kernel_name, tile, launch in launches(
                 for_dtype, size, name_of_mode, for_capability, sys.argv[4] == "all"
             ):
