@@ -134,14 +134,17 @@ def test_a_place_that_takes_no_files_is_called_that(command: str, place: str, tm
         ("base_fingerprints", 3),
         ("base_fingerprints", [3]),
         ("base_fingerprints", {"a": "b"}),
+        ("quantised_when_loaded", 4),
+        ("quantised_from", ["a"]),
     ],
 )
 def test_wrong_types_beside_an_adapter_are_errors_of_ours(name: str, value: Any, tmp_path: Path) -> None:
     base, adapter = save_llama(tmp_path / "base"), tmp_path / "adapter"
     train_llama(base, adapter)
     config = json.loads((adapter / "adapter_config.json").read_text())
-    file = adapter / ("base_record.json" if name == "base_fingerprints" else "adapter_config.json")
-    file.write_text(json.dumps((config if file.name == "adapter_config.json" else {}) | {name: value}))
+    of_record = name.startswith(("base_fingerprints", "quantised_"))
+    file = adapter / ("base_record.json" if of_record else "adapter_config.json")
+    file.write_text(json.dumps(({"base_fingerprints": []} if of_record else config) | {name: value}))
     done = run("merge", base, tmp_path / "out", "-a", adapter, "--json", status=1)
     report = json.loads(done.stdout)
     assert report["error"] == "ExportError" and report["expected"].startswith(f"{name} in {file} to be ")

@@ -20,7 +20,7 @@ from unsloth_plugins.core.export.base import base_of_model, config_of, fingerpri
 from unsloth_plugins.core.export.folder import check_new, check_space, scratch
 from unsloth_plugins.core.export.merge import SHARD_BYTES, MergeReport, check_dtype, write_merged
 from unsloth_plugins.core.export.provenance import BASE_RECORD, record_base
-from unsloth_plugins.core.export.tensors import Progress, Source
+from unsloth_plugins.core.export.tensors import Progress
 from unsloth_plugins.core.patches import PatchSet
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def merge_model(
         saved = saved if active == "default" else saved / active
         if tokenizer is not None:
             tokenizer.save_pretrained(saved)
-        record_base(saved, *_forms(model))
+        _record_weights(model, saved)
         notes = [] if folder else ["The base has no local folder: no licence, card or tokenizer of it was copied."]
         where = {"base": _name(model), "base_fingerprint": fingerprint(opened.source)}
         generation = getattr(model, "generation_config", None)
@@ -106,32 +106,48 @@ def _record(model: Any, adapter: str, folder: Path) -> None:
     """Of an adapter that was just saved. A run must not end for want of a record: whatever happens is a warning."""
     try:
         (folder / BASE_RECORD).unlink(missing_ok=True)  # of an adapter that was there before
-        forms = _forms(model) if model.peft_config[adapter].peft_type == "LORA" else []  # others are not merged
-        if forms:
-            record_base(folder, *forms)
+        if model.peft_config[adapter].peft_type == "LORA":  # others are not merged
+            _record_weights(model, folder)
     except Exception as error:
         _log.warning("No %s beside %s, so merges can't check its base by content: %r", BASE_RECORD, folder, error)
 
 
-def _forms(model: Any) -> list[Source]:
-    """The base's weights in memory and on disk, where another dtype or packing gives them another fingerprint.
+def _record_weights(model: Any, folder: Path) -> None:
+    """Record the base's weights in memory and on disk, where another dtype or packing gives another fingerprint.
 
     In memory they are not to be had where adapters are merged into them, where this process holds a part of them, or
     where they are quantised in a way that can't be read; the folder is taken at its word then. Else it counts if its
-    numbers are those in memory. Those that were quantised when they were loaded, or since, are not those of the folder.
+    numbers are those in memory. Those that were quantised when they were loaded, or since, are not those of the folder;
+    the first are recorded as such. Nothing is written where nothing is known.
     """
     here = there = None
     if not _merged_in(model):
         with contextlib.suppress(UnsupportedError):
             here = base_of_model(model)
     with contextlib.suppress(ExportError, UnsupportedError):
-        folder = _folder(model)
-        there = None if folder is None else open_base(folder)
+        place = _folder(model)
+        there = None if place is None else open_base(place)
+    quantised = _quantised_when_loaded(model)
+    origin = there.source if quantised and there is not None else None
     if there is not None and _is_quantised(config_of(model.get_base_model())) and not _is_quantised(there.config):
         there = None
     if here is not None and there is not None and not same_numbers(here, there):
         there = None
-    return [form.source for form in (here, there) if form is not None]
+    forms = [form.source for form in (here, there) if form is not None]
+    if forms or quantised:
+        record_base(folder, *forms, quantised=quantised, quantised_from=origin)
+
+
+def _quantised_when_loaded(model: Any) -> str | None:
+    """In what transformers quantised the base as it loaded it, if it did."""
+    inner = model.get_base_model()
+    if getattr(getattr(inner, "hf_quantizer", None), "pre_quantized", True):
+        return None
+    settings = config_of(inner).get("quantization_config") or {}
+    method = settings.get("quant_method")
+    method = str(getattr(method, "value", method))
+    bits = next((bits for bits in (4, 8) if settings.get(f"load_in_{bits}bit")), None)
+    return f"{bits}-bit {method}" if bits else method
 
 
 def _is_quantised(config: dict[str, Any]) -> bool:

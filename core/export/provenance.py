@@ -9,6 +9,7 @@ import logging
 import platform
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,23 +19,49 @@ from unsloth_plugins.core.export.adapter import Adapter
 from unsloth_plugins.core.export.base import Base, fingerprint, open_base, spans
 from unsloth_plugins.core.export.journal import file_hash
 from unsloth_plugins.core.export.packed import Requantised
-from unsloth_plugins.core.export.tensors import FileTensors, Output, Report, Source, raw_bytes, read_json
+from unsloth_plugins.core.export.tensors import (
+    FileTensors,
+    InFloat32,
+    Output,
+    Report,
+    Source,
+    raw_bytes,
+    read_json,
+)
 
 _log = logging.getLogger(__name__)
 MANIFEST = "export_manifest.json"
 BASE_RECORD = "base_record.json"
 
 
-def record_base(adapter_folder: str | Path, *bases: str | Path | Source) -> None:
+@dataclass(frozen=True)
+class _Record:
+    """What ``base_record.json`` says."""
+
+    base_fingerprints: list[str]
+    quantised_when_loaded: str | None = None
+    quantised_from: str | None = None
+
+
+def record_base(
+    adapter_folder: str | Path,
+    *bases: str | Path | Source,
+    quantised: str | None = None,
+    quantised_from: Source | None = None,
+) -> None:
     """Write into an adapter folder which weights it was trained on, so that a merge can check it by content.
 
     Args:
         adapter_folder: that ``save_pretrained`` wrote.
         bases: the base model's folder, or its tensors; several forms of the same weights.
+        quantised: in what, as "4-bit bitsandbytes", if the weights were quantised when they were loaded.
+        quantised_from: the tensors that they were quantised from, where they are to be had.
     """
     sources = [open_base(Path(base)).source if isinstance(base, (str, Path)) else base for base in bases]
-    record = {"base_fingerprints": [fingerprint(source) for source in sources]}
-    (Path(adapter_folder) / BASE_RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    origin = None if quantised_from is None else fingerprint(quantised_from)
+    record = asdict(_Record([fingerprint(source) for source in sources], quantised, origin))
+    told = {name: value for name, value in record.items() if value is not None}
+    (Path(adapter_folder) / BASE_RECORD).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
 def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source, allow_other: bool) -> str:
@@ -46,10 +73,17 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
     Raises:
         ExportError: it is another one, and that was not allowed; or the record is damaged.
     """
-    record = adapter.folder / BASE_RECORD
+    file = adapter.folder / BASE_RECORD
     named = str(adapter.config.get("base_model_name_or_path") or "")
-    if record.is_file():
-        same = fingerprint(source) in _recorded(record)
+    if file.is_file():
+        record = _read_record(file)
+        found = fingerprint(source)
+        same = found in record.base_fingerprints
+        if not same and record.quantised_when_loaded:
+            same = fingerprint(InFloat32(source)) in record.base_fingerprints
+            by_name = record.quantised_from is None and bool(named) and _same_name(named, str(given), folder, source)
+            if not same and (by_name or found == record.quantised_from):
+                return _before_quantising(adapter, given, record.quantised_when_loaded, allow_other)
         how = "by the fingerprint of its tensors"
     elif not named:
         note = f"{adapter.folder} does not name its base: not checked."
@@ -72,15 +106,41 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
     )
 
 
-def _recorded(record: Path) -> list[str]:
-    found = read_json(record, "base_fingerprints")["base_fingerprints"]
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise ExportError(
-            expected=f"base_fingerprints in {record} to be a list of texts",
-            got=reprlib.repr(found),
-            remedy="The file is damaged: copy it again, or write it anew with unsloth_plugins.core.export.record_base.",
+def _before_quantising(adapter: Adapter, given: str | Path, quantised: str, allow_other: bool) -> str:
+    """The base's own weights, but training saw them rounded."""
+    if allow_other:
+        note = (
+            f"{adapter.folder} was trained on {given} in {quantised}: merged into the weights before that rounding, "
+            "because that was allowed."
         )
-    return found
+        _log.warning(note)
+        return note
+    into_it = (
+        "Merge into the quantised model: load it as for training, save it with save_pretrained, and give that folder; "
+        "or merge at the end of training (merge_model, save_merged). "
+    )
+    raise ExportError(
+        expected=f"the weights that {adapter.folder} was trained on, which were quantised to {quantised} when loaded",
+        got=f"{given}, the weights before that",
+        remedy=("" if quantised.startswith("8-bit") else into_it)
+        + "--allow-other-base (allow_other_base=True) merges into these, which differ from those by the rounding.",
+    )
+
+
+def _read_record(file: Path) -> _Record:
+    told = read_json(file, "base_fingerprints")
+    for name, value in told.items():
+        several = name == "base_fingerprints"
+        texts = value if several and isinstance(value, list) else [value]
+        is_right = isinstance(value, list) or not several
+        if name in _Record.__dataclass_fields__ and not (is_right and all(isinstance(one, str) for one in texts)):
+            raise ExportError(
+                expected=f"{name} in {file} to be a {'list of texts' if several else 'text'}",
+                got=reprlib.repr(value),
+                remedy="The file is damaged: copy it again, or write it anew with "
+                "unsloth_plugins.core.export.record_base.",
+            )
+    return _Record(**{name: told[name] for name in _Record.__dataclass_fields__ if name in told})
 
 
 def _same_name(named: str, given: str, folder: Path, source: Source) -> bool:

@@ -92,6 +92,25 @@ class MemoryTensors:
         return self._tensors[name].detach().reshape(-1)[begin:end].cpu()
 
 
+class InFloat32:
+    """The same tensors with those of 16 bits in float32, as training often holds what is not quantised."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.infos: Mapping[str, Info] = {
+            name: Info(torch.float32, info.shape) if info.dtype in (torch.bfloat16, torch.float16) else info
+            for name, info in source.infos.items()
+        }
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """See ``Source``."""
+        return self._source.read(name, begin, end).to(self.infos[name].dtype)
+
+    def read_numbers(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """See ``Source``."""
+        return self._source.read_numbers(name, begin, end).to(self.infos[name].dtype)
+
+
 class FileTensors:
     """The tensors of some safetensors files.
 

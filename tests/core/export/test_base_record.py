@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import tiny_gpt_oss, tiny_llama
 from merge_cases import ATTENTION, EVERYTHING, randomise, save_llama, save_packed
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Mxfp4Config
 
 from unsloth_plugins.core import apply
 from unsloth_plugins.core.errors import ExportError
@@ -169,6 +169,51 @@ def test_a_deep_copy_records_its_own_base(tmp_path: Path) -> None:
     assert fingerprints(tmp_path / "model") != fingerprints(tmp_path / "twin")
     files = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("model", "twin")]
     assert files[0] != files[1]
+
+
+def quantised(base: Path, bits: int) -> Any:
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    settings = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    return AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=settings, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_that_were_quantised_when_loaded(bits: int, prepared: bool, tmp_path: Path) -> None:
+    """Those of the folder are refused with their own words; 4 bits that were saved are what training saw."""
+    base, other = (save_llama(tmp_path / name, seed=seed, intermediate_size=128) for seed, name in enumerate("bo"))
+    model, adapter = quantised(base, bits), tmp_path / "adapter"
+    model.save_pretrained(tmp_path / "quantised")
+    model = lora(prepare_model_for_kbit_training(model) if prepared else model)
+    apply(model)
+    model.save_pretrained(adapter)
+    with pytest.raises(ExportError, match=f"quantised to {bits}-bit bitsandbytes when loaded.*--allow-other") as error:
+        merge(base, adapter, tmp_path / "none")
+    assert ("Merge into the quantised model" in error.value.remedy) is (bits == 4)
+    (note,) = merge(base, adapter, tmp_path / "rounded", allow_other_base=True).notes
+    assert f"in {bits}-bit bitsandbytes: merged into the weights before that rounding" in note
+    with pytest.raises(ExportError, match="which differs by the fingerprint"):
+        merge(other, adapter, tmp_path / "none")
+    if bits == 4:
+        assert "by the fingerprint" in merge(tmp_path / "quantised", adapter, tmp_path / "merged").notes[0]
+    record = json.loads((adapter / "base_record.json").read_text())
+    del record["quantised_from"]  # as where the folder was not to be had
+    (adapter / "base_record.json").write_text(json.dumps(record))
+    with pytest.raises(ExportError, match="quantised to"):
+        merge(base, adapter, tmp_path / "none")
+    with pytest.raises(ExportError, match="which differs by the fingerprint"):
+        merge(other, adapter, tmp_path / "none")
+
+
+def test_a_base_that_is_stored_in_four_bits_was_not_quantised_when_loaded(tmp_path: Path) -> None:
+    quantised(save_llama(tmp_path / "dense", intermediate_size=128), 4).save_pretrained(tmp_path / "base")
+    model = lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map={"": "cpu"}))
+    apply(model)
+    model.save_pretrained(tmp_path / "adapter")
+    assert "quantised_when_loaded" not in json.loads((tmp_path / "adapter" / "base_record.json").read_text())
+    check_merges(tmp_path / "base", tmp_path / "dense", tmp_path / "adapter")
 
 
 def test_weights_packed_after_loading_are_not_those_of_the_folder(tmp_path: Path) -> None:
