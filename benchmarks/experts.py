@@ -26,7 +26,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 import unsloth_plugins
 from benchmarks import rows
 from benchmarks.attention import numbers
-from benchmarks.models import SIZES, build_packed, skew_router
+from benchmarks.models import SIZES, build, skew_router
 
 _COLUMNS = ("impl", "weights", "routing", "tokens", "fwd_ms", "bwd_ms", "fwd_tflops", "bwd_tflops", "peak_gib")
 KINDS = (("ours", "mxfp4"), ("ours", "streamed"), ("ours", "bf16"), ("transformers", "bf16"))
@@ -90,7 +90,7 @@ def stack(config: Any, impl: str, weights: str, routing: str, rank: int, device:
                     parameter.copy_(skew_router(parameter.shape[0]))
         model.set_experts_implementation("grouped_mm")
     else:
-        model = build_packed(config, routing, device)
+        model = build(config, weights, routing, device)
         if device.type != "cuda":
             model.float()
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -1,6 +1,6 @@
 """Models of true size with random weights: gpt-oss in its published layout, Mistral and Gemma in NF4.
 
-Written as checkpoints, or a packed gpt-oss built in memory.
+Written as checkpoints, or built in memory.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -153,20 +155,27 @@ def write_checkpoint(folder: Path, model: str, layers: int | None, routing: str)
     _tokenizer().save_pretrained(folder)
 
 
-def build_packed(config: Any, routing: str, device: torch.device) -> Any:
-    """A packed gpt-oss in bf16 on ``device``, as random as ``write_checkpoint``'s, and no file or memory besides.
+def build(config: Any, weights: str, routing: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A frozen model on ``device``, as random as ``write_checkpoint``'s, with no file and hardly any memory besides.
 
     Args:
-        config: from ``config_of``, or another of gpt-oss.
+        config: from ``config_of``, or another of these families.
+        weights: ``"mxfp4"`` or ``"streamed"`` for packed experts, ``"nf4"``, or ``"bf16"`` for all in ``dtype``.
         routing: as for ``write_checkpoint``.
+        dtype: of what is not packed.
     """
-    with torch.device("meta"):
+    with init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config)
-        replace_experts(model)
-    model.to(torch.bfloat16).to_empty(device=device)
-    rotary = model.model.rotary_emb
-    with device:
-        model.model.rotary_emb = type(rotary)(config)  # its buffers are computed, not loaded
+    if weights in ("mxfp4", "streamed"):
+        with torch.device("meta"):
+            replace_experts(model)
+    linears = _take_linears(model) if weights == "nf4" else []
+    buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}  # computed, not loaded
+    model.to(dtype).to_empty(device=device)
+    model.tie_weights()
+    for name, buffer in buffers.items():
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, buffer.to(device))
     draw = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -177,7 +186,32 @@ def build_packed(config: Any, routing: str, device: torch.device) -> Any:
                 parameter.random_(0, 256, generator=draw)
             else:
                 parameter.normal_(std=0.02, generator=draw)
+        for parent, name, (outputs, inputs) in linears:
+            weight = torch.empty(outputs, inputs, dtype=dtype, device=device).normal_(std=0.02, generator=draw)
+            setattr(parent, name, _linear_4bit(weight))
+    model.is_loaded_in_4bit = weights == "nf4"  # what PEFT asks for
     return model.eval()
+
+
+def _take_linears(model: Any) -> list[tuple[nn.Module, str, tuple[int, ...]]]:
+    """The linear layers of decoder layers, which are taken out: parent, name, outputs and inputs."""
+    found = []
+    for parent in list(model.model.layers.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                found.append((parent, name, tuple(child.weight.shape)))
+                setattr(parent, name, nn.Identity())
+    return found
+
+
+def _linear_4bit(weight: torch.Tensor) -> nn.Module:
+    """A linear layer without bias in NF4, quantised twice, of this weight (outputs, inputs)."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    outputs, inputs = weight.shape
+    layer = Linear4bit(inputs, outputs, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
+    layer.weight = Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4", module=layer)
+    return layer.to(weight.device)  # packs it
 
 
 NF4 = BitsAndBytesConfig(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rows, step
-from benchmarks.models import config_of
+from benchmarks.models import WEIGHTS, config_of
 from unsloth_plugins.core.planner import plan
 
 _GRID = 256  # tokens
@@ -45,16 +45,21 @@ class Run:
     longest: bool = False
 
 
-_LONGEST = "--in-memory --policy min_memory"
+_LONGEST = "--in-memory --policy min_memory --warm-up 1024"
+_ONCE = f"{_LONGEST} --steps 1 --repeats 1"  # a step of minutes; the short one before it compiles
 RUNS = {
     "gpt-oss-mxfp4": Run("--ctx 2048,8192,32768,65536 --peers unsloth,ours_triton --repeats 2"),
     "gpt-oss-bf16": Run("--weights bf16 --ctx 2048,8192,32768 --peers transformers --repeats 2"),
     "gpt-oss-min-memory": Run("--policy min_memory --ctx 8192,65536 --repeats 1"),
     "mistral-nf4": Run("--model mistral-7b --ctx 2048,8192,32768 --peers unsloth,transformers --repeats 2"),
+    "gpt-oss-131k": Run(f"{_ONCE} --cap-gib 23 --ctx 131072"),
+    "gpt-oss-700k": Run(f"{_ONCE} --ctx 700000"),
+    "mistral-300k": Run(f"--model mistral-7b {_ONCE} --cap-gib 23 --ctx 300000"),
+    "mistral-400k": Run(f"--model mistral-7b {_ONCE} --ctx 400000"),
     "longest-15": Run(f"{_LONGEST} --cap-gib 15 --weights streamed", longest=True),
     "longest-23": Run(f"{_LONGEST} --cap-gib 23", longest=True),
     "longest-47": Run(f"{_LONGEST} --cap-gib 47", longest=True),
-    "million-two-layers": Run(f"{_LONGEST} --layers 2 --ctx 700000,1000000 --repeats 1"),
+    "million-two-layers": Run(f"{_ONCE} --layers 2 --ctx 700000,1000000"),
     "longest-79": Run(f"{_LONGEST} --cap-gib 79", longest=True),
 }
 _LIMITS = ("cap_gib", "weights", "ctx", "peak_gib", "reserved_gib", "host_gib", "tok_s", "predicted", "too_long")
@@ -106,7 +111,7 @@ def search(fits: Callable[[int], bool], start: int) -> tuple[int | None, int | N
 
 
 def one_step(options: argparse.Namespace, ctx: int, log: Path) -> Row:
-    """One whole step of ours at that length in a process of its own, and what its worker said about itself.
+    """One step of ours at that length in a process of its own, and what its worker said about itself.
 
     Raises:
         RuntimeError: it failed for another reason than memory.
@@ -114,8 +119,9 @@ def one_step(options: argparse.Namespace, ctx: int, log: Path) -> Row:
     settings = step.settings_of(argparse.Namespace(**vars(options) | {"ctx": [ctx]}), None, options.expert_layers)
     worker = step.Worker("ours", settings, options.path, log)
     try:
-        about = worker.about
-        answer = about if "error" in about else about | worker.ask(ctx, warm_up=False, steps=1)
+        answer = worker.about
+        if "error" not in answer:
+            answer = answer | worker.ask(ctx, warm_up=options.warm_up or 0, steps=1, report=True)
     finally:
         worker.close()
     if "error" in answer:
@@ -125,20 +131,22 @@ def one_step(options: argparse.Namespace, ctx: int, log: Path) -> Row:
 
 def measure_longest(options: argparse.Namespace, host_ram_gib: float, folder: Path) -> list[Row]:
     """The longest context under the cap: one row."""
-    weights = options.weights or "mxfp4"
+    options.weights = weights = options.weights or WEIGHTS[options.model][0]
     placed = {"weights": "streamed"} if weights == "streamed" else {}
+    dtype: Any = "mxfp4" if weights == "streamed" else weights
     planned = plan(
         config_of(options.model, options.layers),
         vram_gib=options.cap_gib + 1,  # a cap has no driver in it
         host_ram_gib=host_ram_gib,
+        dtype=dtype,
         lora_rank=options.lora_rank,
         optimizer=options.optimizer,
         memory_policy=options.policy,
+        checkpoint_pairs=options.pairs,
         **placed,
     ).longest
     if not planned:
         raise RuntimeError(f"the planner knows of no context that fits {options.cap_gib} GiB and {host_ram_gib:.0f}.")
-    options.weights = weights
     measured: dict[int, Row] = {}
 
     def fits(ctx: int) -> bool:
@@ -149,9 +157,10 @@ def measure_longest(options: argparse.Namespace, host_ram_gib: float, folder: Pa
     good, bad = search(fits, planned)
     about = measured[good if good is not None else planned]
     row = rows.common("longest", options.commit) | {"model": options.model, "impl": "ours", "cap_gib": options.cap_gib}
-    row |= {name: getattr(options, name) for name in ("policy", "lora_rank", "optimizer", "dtype")}
-    row |= {"weights": "streamed" if about["streamed"] else "mxfp4", "predicted": planned, "too_long": bad, "ctx": good}
+    row |= {name: getattr(options, name) for name in ("policy", "pairs", "lora_rank", "optimizer", "dtype")}
+    row |= {"weights": step.held(about, weights), "predicted": planned, "too_long": bad, "ctx": good}
     kept = ("backend", "trainable_params", "versions", "peak_gib", "reserved_gib", "host_gib", "step_s")
+    kept += ("loss", "grad_norm")
     row |= {name: about.get(name) for name in kept}
     return [row | {"tok_s": round(good / about["step_s"], 1) if good is not None else None}]
 

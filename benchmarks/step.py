@@ -2,11 +2,13 @@
 
 Every implementation runs in a process of its own from the same checkpoint of random weights; they take turns, some
 steps in a row after untimed ones, and medians are reported. The learning rate is zero, so every step sees the same
-weights. gpt-oss-120b is never written: ours builds it in memory, with LoRA on attention and on the experts of the last
-layers.
+weights. With `--in-memory` there is no checkpoint, and ours alone. gpt-oss-120b is never written: LoRA is on attention
+and on the experts of the last layers there. A step of minutes is taken once, after a short one that compiles:
 
     python -m benchmarks step --ctx 16384 --cap-gib 15 --weights streamed --policy min_memory
     python -m benchmarks step --model gpt-oss-120b --ctx 2048,8192
+    python -m benchmarks step --model mistral-7b --in-memory --policy min_memory --cap-gib 23 --ctx 300000 \\
+        --warm-up 1024 --steps 1 --repeats 1
 """
 
 from __future__ import annotations
@@ -38,6 +40,12 @@ def _lengths(text: str) -> list[int]:
     return sorted(int(part) for part in text.split(","))
 
 
+def _tokens(text: str) -> int:
+    if (tokens := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"expected tokens >= 0; got {tokens}")
+    return tokens
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -48,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: as the model is published or used; streamed: mxfp4 with ours' experts in host memory",
     )
     parser.add_argument(
-        "--in-memory", action="store_true", help="no checkpoint, ours only; gpt-oss-120b is always built like this"
+        "--in-memory",
+        action="store_true",
+        help="no checkpoint, no peers but ours_triton; gpt-oss-120b is always built like this",
     )
     parser.add_argument(
         "--expert-layers", type=int, help="LoRA on the experts of so many last layers (all; gpt-oss-120b: 4)"
@@ -62,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ctx", type=_lengths, default="2048,8192", help="lengths in tokens (%(default)s)")
     parser.add_argument("--cap-gib", type=float, default=79.0, help="memory cap (%(default)s, an 80 GB card)")
     parser.add_argument("--policy", choices=sorted(POLICIES), default="auto")
+    parser.add_argument("--pairs", action="store_true", help="ours with checkpoint_pairs=True")
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--routing", choices=("balanced", "skewed"), default="balanced")
@@ -69,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", default="", help=f"any of {', '.join(sorted(set(BUILDERS) - {'ours'}))}")
     parser.add_argument("--repeats", type=int, choices=range(1, 100), default=3, metavar="N")
     parser.add_argument("--steps", type=int, choices=range(1, 100), default=3, metavar="N", help="of one turn")
+    parser.add_argument(
+        "--warm-up",
+        type=_tokens,
+        metavar="TOKENS",
+        help="of the untimed step before the first turn, 0 for none (as long as the timed ones)",
+    )
     parser.add_argument("--checkpoint", type=Path, help="keep the random weights here, and use them if they are there")
     parser.add_argument("--peer-path", help="PYTHONPATH of the Unsloth peers, where they are not installed")
     parser.add_argument("--path", help="more PYTHONPATH for ours: flash-attn-4, where it is not installed")
@@ -117,9 +134,10 @@ class Worker:
             self._log.write(line)
         return {"error": f"the process ended with status {self._process.wait()}"}
 
-    def ask(self, ctx: int, warm_up: bool, steps: int) -> dict[str, Any]:
-        """One measurement."""
-        return self._reply_to(json.dumps({"ctx": ctx, "warm_up": warm_up, "steps": steps}) + "\n")
+    def ask(self, ctx: int, *, warm_up: int, steps: int, report: bool) -> dict[str, Any]:
+        """One measurement, see ``Stepper.measure``."""
+        request = {"ctx": ctx, "warm_up": warm_up, "steps": steps, "report": report}
+        return self._reply_to(json.dumps(request) + "\n")
 
     def close(self) -> None:
         """End the process."""
@@ -142,18 +160,21 @@ def _measure(
     """
     failed: dict[str, dict[str, Any]] = {}
     for ctx in options.ctx:
+        warm_up = ctx if options.warm_up is None else options.warm_up
         answers: dict[str, list[dict[str, Any]]] = {worker.impl: [] for worker in workers}
         found: dict[str, dict[str, Any]] = {}
         for repeat in range(options.repeats):
             for worker in workers:
                 mine = answers[worker.impl]
                 if worker.impl not in failed:
-                    answer = worker.ask(ctx, warm_up=repeat == 0, steps=options.steps)
+                    first = repeat == 0
+                    answer = worker.ask(ctx, warm_up=warm_up * first, steps=options.steps, report=first)
                     mine.append(answer)
                     if {"oom", "error"} & answer.keys():
                         failed[worker.impl] = {key: answer[key] for key in ("oom", "error") if key in answer}
                 row = failed[worker.impl] if worker.impl in failed else _medians(ctx, mine)
-                about = head | _about(worker, options) | {"ctx": ctx, "repeats": len(mine), "steps": options.steps}
+                about = head | _about(worker, options) | {"ctx": ctx, "warm_up": warm_up}
+                about |= {"repeats": len(mine), "steps": options.steps}
                 found[worker.impl] = about | dict.fromkeys(_MEASURED) | row
                 rows.write([*out, *found.values()], options.json)
         out.extend(found.values())
@@ -175,6 +196,7 @@ def _about(worker: Worker, options: argparse.Namespace) -> dict[str, Any]:
         "impl": worker.impl,
         "weights": _held(worker, options.weights),
         "policy": options.policy if ours else None,
+        "pairs": options.pairs if ours else None,
         "backend": worker.about["backend"],
         "trainable_params": worker.about["trainable_params"],
         "versions": worker.about["versions"],
@@ -185,8 +207,13 @@ def _held(worker: Worker, weights: str) -> str:
     """What a row says about weights: those of the process, which may not be able to hold what was asked for."""
     if worker.impl == "transformers" and weights in ("mxfp4", "streamed"):
         return "bf16"
+    return held(worker.about, weights)
+
+
+def held(about: dict[str, Any], weights: str) -> str:
+    """The weights that a worker of ours holds, by what it says about itself: ``auto`` may have streamed them."""
     if weights in ("mxfp4", "streamed"):
-        return "streamed" if worker.about.get("streamed") else "mxfp4"
+        return "streamed" if about.get("streamed") else "mxfp4"
     return weights
 
 
@@ -220,6 +247,7 @@ def settings_of(options: argparse.Namespace, folder: Path | None, expert_layers:
         "weights": options.weights,
         "rank": options.lora_rank,
         "policy": options.policy,
+        "pairs": options.pairs,
         "optimizer": options.optimizer,
         "dtype": options.dtype,
         "cap_gib": options.cap_gib,
@@ -236,8 +264,8 @@ def run(options: argparse.Namespace) -> int:
     options.weights = options.weights or WEIGHTS[options.model][0]
     largest = options.model == "gpt-oss-120b"
     in_memory = options.in_memory or largest
-    if in_memory and (peers or options.weights not in ("mxfp4", "streamed")):
-        sys.exit("a model built in memory: expected mxfp4 or streamed weights and no --peers, which read a checkpoint.")
+    if in_memory and set(peers) - {"ours_triton"}:
+        sys.exit("a model built in memory: expected no --peers but ours_triton; the others read a checkpoint.")
     if options.expert_layers is not None and (peers or options.model not in SIZES):
         sys.exit("--expert-layers: expected a gpt-oss and no --peers, which adapt all layers.")
     expert_layers = 4 if largest and options.expert_layers is None else options.expert_layers

@@ -32,25 +32,27 @@ def _ours(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     from peft import LoraConfig, get_peft_model
 
     import unsloth_plugins
-    from benchmarks.models import build_packed, config_of
+    from benchmarks.models import build, config_of
     from unsloth_plugins.core.mxfp4 import load_mxfp4
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device_map = {"": 0} if device.type == "cuda" else None
     started = time.perf_counter()
+    dtype = getattr(torch, options["dtype"])
     if options["path"] is None:
-        base = build_packed(config_of(options["model"], options["layers"]), options["routing"], device)
+        config = config_of(options["model"], options["layers"])
+        base = build(config, options["weights"], options["routing"], device, dtype)
     elif options["weights"] in ("mxfp4", "streamed"):
         base = load_mxfp4(options["path"], device_map=device_map)
     elif options["weights"] == "nf4":
-        base = _four_bit(options["path"], device_map, getattr(torch, options["dtype"]))
+        base = _four_bit(options["path"], device_map, dtype)
     else:
         base = _dequantised(options["path"], device_map)
     load = _memory() | {"load_s": round(time.perf_counter() - started, 1)}
     targets = _targets(base.config.num_hidden_layers, options["expert_layers"])
     model = get_peft_model(base, LoraConfig(r=options["rank"], lora_alpha=options["rank"], target_modules=targets))
     _checkpointed(model)
-    given = dict(POLICIES[options["policy"]])
+    given = dict(POLICIES[options["policy"]], checkpoint_pairs=options["pairs"])
     if options["impl"] == "ours_triton":
         given["attention"] = "triton"
     if options["weights"] == "streamed":
@@ -222,27 +224,40 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item(), length
 
-    def measure(self, ctx: int, warm_up: bool, steps: int) -> dict[str, Any]:
-        """Median seconds of ``steps`` steps in a row; the first time at a length, report loss and norm as well.
+    def measure(self, ctx: int, warm_up: int, steps: int, report: bool) -> dict[str, Any]:
+        """Median seconds of ``steps`` steps in a row.
 
         One step goes before several, so that no time of theirs goes into getting memory from the driver.
+
+        Args:
+            ctx: tokens of a step.
+            warm_up: tokens of an untimed step before all others; 0 for none.
+            steps: that are timed.
+            report: loss and norm of the first step of ``ctx`` tokens as well.
         """
         torch = self.torch
         cuda = self.device.type == "cuda"
         answer: dict[str, Any] = {}
+
+        def step(length: int) -> None:
+            first = report and length == ctx and "loss" not in answer
+            found = self.step(length, norm=first)
+            if first:
+                answer["loss"], answer["grad_norm"] = found
+
         try:
             if warm_up:
-                answer["loss"], answer["grad_norm"] = self.step(ctx, norm=True)
+                step(warm_up)
             gc.collect()
             _reset_memory()
             if steps > 1:
-                self.step(ctx)
+                step(ctx)
             times = []
             for _ in range(steps):
                 if cuda:
                     torch.cuda.synchronize()
                 started = time.perf_counter()
-                self.step(ctx)
+                step(ctx)
                 if cuda:
                     torch.cuda.synchronize()
                 times.append(time.perf_counter() - started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -101,6 +102,73 @@ def test_streamed_and_built_in_memory_are_the_same_model(tmp_path: Path) -> None
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=0.02)
     assert rows[0]["trainable_params"] == rows[1]["trainable_params"] > rows[2]["trainable_params"] > 0
     assert bench("--in-memory", "--peers", "transformers").returncode != 0
+
+
+@pytest.mark.usefixtures("benchmarks")
+@pytest.mark.parametrize(
+    ("model", "weights"),
+    [("tiny", "mxfp4"), ("tiny", "bf16"), ("tiny-mistral", "nf4"), ("tiny-gemma", "nf4")],
+)
+def test_a_model_built_in_memory_is_that_of_the_checkpoint(model: str, weights: str, tmp_path: Path) -> None:
+    from benchmarks.models import build, config_of, write_checkpoint
+    from benchmarks.worker import _dequantised, _four_bit
+
+    folder, ids = tmp_path / "weights", torch.arange(3, 40)[None]
+    write_checkpoint(folder, model, None, "balanced")
+    if weights == "nf4":
+        stored = _four_bit(str(folder), None, torch.bfloat16)
+    else:
+        stored = _dequantised(str(folder), None)
+    built = build(config_of(model, None), weights, "balanced", torch.device("cpu"))
+    with torch.no_grad():
+        ours, kept = built.eval()(ids).logits.float(), stored.eval()(ids).logits.float()
+    assert ours.std().item() == pytest.approx(kept.std().item(), rel=0.05)  # experts are drawn in another order
+    if weights == "nf4":
+        assert torch.equal(ours, kept)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("benchmarks")
+def test_one_step_after_a_short_one_gives_a_whole_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkpoint is written, and the timed step is the only one of its length."""
+    from benchmarks import step
+    from benchmarks.worker import Stepper
+
+    lengths: list[int] = []
+    layer = torch.nn.Linear(8, 8)
+    monkeypatch.setattr(Stepper, "step", lambda self, ctx, **more: lengths.append(ctx) or (0.5, more.get("norm")))
+    stepper = Stepper(layer, "adamw")
+    answer = stepper.measure(64, warm_up=16, steps=1, report=True)
+    assert lengths == [16, 64] and answer["loss"] == 0.5 and answer["grad_norm"] is True
+    assert "loss" not in stepper.measure(64, warm_up=0, steps=2, report=False) and lengths[2:] == [64] * 3
+    monkeypatch.setattr(step, "find_or_write_checkpoint", lambda *_: pytest.fail("a checkpoint was asked for"))
+    parser = argparse.ArgumentParser()
+    step.add_arguments(parser)
+    file = tmp_path / "rows.json"
+    line = "--model tiny-mistral --in-memory --optimizer adamw --policy min_memory --pairs --ctx 64 --warm-up 16"
+    assert step.run(parser.parse_args([*line.split(), "--steps", "1", "--repeats", "1", "--json", str(file)])) == 0
+    (row,) = json.loads(file.read_text())
+    assert FIELDS <= row.keys() and (row["weights"], row["warm_up"], row["pairs"]) == ("nf4", 16, True)
+    assert row["loss"] > 0 and row["grad_norm"] > 0 and row["tok_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("benchmarks")
+def test_the_longest_context_of_a_dense_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import records
+
+    def one_step(options: argparse.Namespace, ctx: int, log: Path) -> dict[str, object]:
+        asked.append(ctx)
+        return real(options, 64, log) | ({} if len(asked) % 2 else {"oom": True})  # the first fits
+
+    real, asked = records.one_step, list[int]()
+    monkeypatch.setattr(records, "one_step", one_step)
+    line = "--model tiny-mistral --in-memory --policy min_memory --cap-gib 0.2 --optimizer adamw --warm-up 16"
+    found = [records.measure_longest(records.step_options(line + more), 2.12, tmp_path) for more in ("", " --pairs")]
+    for (row,), pairs in zip(found, (False, True), strict=True):
+        assert (row["weights"], row["pairs"], row["ctx"]) == ("nf4", pairs, row["predicted"])
+        assert row["loss"] > 0 and row["grad_norm"] > 0 and row["trainable_params"] > 0
+    assert found[0][0]["predicted"] < found[1][0]["predicted"]  # host memory limits it there
 
 
 def test_peers_that_do_not_exist_are_named() -> None:
@@ -315,8 +383,6 @@ def test_search_for_the_longest_context(limit: int, start: int, answer: tuple[in
 def test_records_measure_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import argparse
-
     from benchmarks import records
 
     tiny = "--model tiny --optimizer adamw --lora-rank 4 --repeats 1"
