@@ -18,7 +18,7 @@ from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import check_targets, complete_adapters, missing_adapters
 from unsloth_plugins.core.models.attention import ConfigSwap, take_attention
 from unsloth_plugins.core.models.binding import ModelParts, is_layer
-from unsloth_plugins.core.models.causal_lm import chunked_losses, take_loss, unpatch_loss
+from unsloth_plugins.core.models.causal_lm import chunk_unlabelled, chunked_losses, take_loss, unpatch_loss
 from unsloth_plugins.core.models.checkpointing import Checkpointing
 from unsloth_plugins.core.models.experts import TakenExperts, keep_decoded, patch_expert_wrappers, take_experts
 from unsloth_plugins.core.models.layers import mlp_holding_bytes, take_layers
@@ -36,6 +36,7 @@ from unsloth_plugins.core.report import Reported, Row, table
 logger = logging.getLogger("unsloth_plugins")
 
 _APPLIED = "_unsloth_applied"
+_SMOOTHING = "label smoothing"
 
 
 class Applied:
@@ -112,6 +113,23 @@ class Applied:
         self._note(Row("memory", found.state, found.detail))
         if found.fits is False:
             warn("Batches of that length may run out of device memory: %s", found.detail)
+
+    def expect_label_smoothing(self, on: bool) -> None:
+        """Whether a trainer smooths labels: it computes that loss itself, from logits that it asks for without labels.
+
+        They then stay lazy and the loss is computed in chunks of them. Where that can't be, a warning and a row of the
+        report say so.
+        """
+        if not on and _SMOOTHING not in self._reported:
+            return
+        reason = chunk_unlabelled(self.parts.causal_lm, on)
+        if not on:
+            del self._reported[_SMOOTHING]
+        elif reason is None:
+            self._note(Row(_SMOOTHING, "on", "the trainer's, on chunks of the logits"))
+        elif _SMOOTHING not in self._reported:
+            self._note(Row(_SMOOTHING, "left alone", f"it takes the logits of all tokens: {reason}"))
+            warn("The trainer's label smoothing takes the logits of all tokens at once: %s.", reason)
 
     def undo(self) -> None:
         """Restore the model: logits and gradients are bit-equal to those before ``apply``. May be called twice."""

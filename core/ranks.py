@@ -16,7 +16,7 @@ WAIT = timedelta(minutes=5)  # for the first process to come to the same place
 
 def is_first() -> bool:
     """Whether this process is rank 0, or alone."""
-    return not _several() or dist.get_rank() == 0
+    return not is_distributed() or dist.get_rank() == 0
 
 
 def warn(message: str, *values: object) -> None:
@@ -35,7 +35,7 @@ def answer_of_first(question: str, answer: str) -> str:
     Raises:
         UnsupportedError: rank 0 was not asked within `WAIT`.
     """
-    if not _several():
+    if not is_distributed():
         return answer
     store, key = dist.distributed_c10d._get_default_store(), f"unsloth_plugins/{question}"
     if dist.get_rank() == 0:
@@ -52,5 +52,6 @@ def answer_of_first(question: str, answer: str) -> str:
     return str(store.get(key).decode())
 
 
-def _several() -> bool:
+def is_distributed() -> bool:
+    """Whether there are other processes in the run."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

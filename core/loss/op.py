@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from unsloth_plugins.core.errors import ConfigError, ShapeError
@@ -163,3 +164,66 @@ def head_cross_entropy(
     ]
     loss = torch.stack(parts).sum()
     return loss * _scale(labels_N, num_items, ignore_index, loss.dtype)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """log p of the label and the sum of log p over the vocabulary, for each token of one chunk of logits.
+
+    With z the logits: d log p_y / dz = onehot - p, d sum / dz = 1 - V p.
+    """
+
+    @staticmethod
+    def forward(ctx, logits_CV, labels_C1):  # type: ignore[no-untyped-def]
+        lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(logits_CV, lse_C1, labels_C1)
+        picked_C1 = logits_CV.gather(1, labels_C1) - lse_C1
+        total_C1 = logits_CV.sum(-1, keepdim=True) - logits_CV.shape[1] * lse_C1
+        return picked_C1[:, 0], total_C1[:, 0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_picked_C, d_total_C):  # type: ignore[no-untyped-def]
+        logits_CV, lse_C1, labels_C1 = ctx.saved_tensors
+        d_picked_C1, d_total_C1 = d_picked_C[:, None], d_total_C[:, None]
+        grad_CV = (logits_CV - lse_C1).exp_()
+        grad_CV.mul_(-(d_picked_C1 + logits_CV.shape[1] * d_total_C1)).add_(d_total_C1)
+        return grad_CV.scatter_add_(1, labels_C1, d_picked_C1), None
+
+
+def token_log_probs(
+    hidden_NH: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    n_vocab: int,
+    labels_N: torch.Tensor,
+    *,
+    transform: Transform | None = None,
+    chunk_mib: int = 512,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token the log-probability of its label and the sum of all log-probabilities, for losses built on them.
+
+    Args:
+        hidden_NH, head, transform, chunk_mib: as for ``head_cross_entropy``. Each chunk is checkpointed.
+        labels_N: integer [N] in [0, V).
+
+    Returns:
+        float32 [N] each (float64 for float64).
+
+    Raises:
+        ShapeError: a label is out of range.
+    """
+    _check_labels(labels_N, n_vocab, ignore_index=-100)
+
+    def part(hidden_CH: torch.Tensor, labels_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_CV = head(hidden_CH)
+        if transform is not None:
+            logits_CV = transform(logits_CV)
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        return _TokenLogProbs.apply(logits_CV, labels_C[:, None])  # type: ignore[no-any-return]
+
+    tokens = chunk_tokens(n_vocab, chunk_mib)
+    parts = [
+        checkpoint(part, hidden_CH, labels_C, use_reentrant=False)
+        for hidden_CH, labels_C in zip(hidden_NH.split(tokens), labels_N.split(tokens), strict=True)
+    ]
+    picked, total = (torch.cat(each) for each in zip(*parts, strict=True))
+    return picked, total

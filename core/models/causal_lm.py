@@ -21,8 +21,10 @@ from torch import nn
 from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.loss import LazyLogits, linear_cross_entropy
+from unsloth_plugins.core.loss.lazy import Chunks
 from unsloth_plugins.core.loss.op import head_cross_entropy
 from unsloth_plugins.core.patches import PatchSet
+from unsloth_plugins.core.ranks import is_distributed
 from unsloth_plugins.core.report import Row
 
 _HEAD, _LOSS = "_unsloth_head", "_unsloth_loss"
@@ -30,9 +32,13 @@ _HEAD, _LOSS = "_unsloth_head", "_unsloth_loss"
 
 @dataclass(eq=False)
 class HeadState:
-    """On the output embedding. ``active`` while the model runs with labels, ``running`` inside ``previous``."""
+    """On the output embedding. ``active`` while its logits stay lazy, ``running`` inside ``previous``.
+
+    ``chunks``: for who computes a loss from logits without labels; ``None`` while there are labels.
+    """
 
     active: bool = False
+    chunks: Chunks | None = None
     previous: Callable[..., Any] | None = None
     running: bool = False
 
@@ -41,17 +47,18 @@ class HeadState:
 class LossState:
     """On the causal LM: the size of the loss's chunks, the head that is patched, and the forward that was there.
 
-    ``calls`` counts the losses computed in chunks; with ``explicit`` a labelled forward without one is an error.
+    With ``explicit`` a labelled forward without a chunked loss is an error; with ``unlabelled`` logits stay lazy
+    without labels too.
     """
 
-    chunk_mib: int
+    chunks: Chunks
     head: nn.Module
     head_patches: PatchSet
     previous_loss: Callable[..., torch.Tensor]
     previous_forward: Callable[..., Any] | None
     explicit: bool
+    unlabelled: bool = False
     running: bool = False
-    calls: int = 0
 
 
 def _through(state: HeadState | LossState, previous: Callable[..., Any] | None, module: nn.Module, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -93,7 +100,8 @@ def _head_forward(self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: A
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     n_vocab: int = getattr(self, "out_features", None) or self.weight.shape[0]  # type: ignore
-    return LazyLogits(hidden, functools.partial(_captured_head, self, autocast, dtype), n_vocab, dtype)
+    head = functools.partial(_captured_head, self, autocast, dtype)
+    return LazyLogits(hidden, head, n_vocab, dtype, chunks=state.chunks)
 
 
 def _linear_of(head: nn.Module) -> nn.Linear | None:
@@ -118,11 +126,15 @@ def _loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Same contract as transformers' ``ForCausalLMLoss``; logits that nobody computed yet stay uncomputed."""
+    """Same contract as transformers' ``ForCausalLMLoss``; logits that nobody computed yet stay uncomputed.
+
+    ``label_smoothing`` is torch's, and given to the model's forward; transformers' loss takes it and does nothing.
+    """
     state: LossState = vars(self)[_LOSS]
-    if not isinstance(logits, LazyLogits):
+    if not isinstance(logits, LazyLogits) and not label_smoothing:
         return state.previous_loss(
             logits=logits,
             labels=labels,
@@ -132,39 +144,31 @@ def _loss(
             shift_labels=shift_labels,
             **kwargs,
         )
-    state.calls += 1
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    labels_N = shift_labels.reshape(-1).to(logits.device)
+    options: dict[str, Any] = dict(
+        num_items=num_items_in_batch,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        chunk_mib=state.chunks.mib,
+    )
+    n_vocab = logits.shape[-1]
+    if not isinstance(logits, LazyLogits):  # somebody read them
+        logits_NV = logits.reshape(-1, n_vocab)
+        return head_cross_entropy(logits_NV, lambda logits_CV: logits_CV, n_vocab, labels_N, **options)
+    state.chunks.losses += 1
+    options["transform"] = logits.transform if logits.steps else None
     hidden_NH = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-    labels_N = shift_labels.reshape(-1).to(hidden_NH.device)
-    transform = logits.transform if logits.steps else None
     linear = _linear_of(state.head)
     if linear is None:
-        return head_cross_entropy(
-            hidden_NH,
-            logits.head,
-            logits.shape[-1],
-            labels_N,
-            num_items=num_items_in_batch,
-            transform=transform,
-            ignore_index=ignore_index,
-            chunk_mib=state.chunk_mib,
-        )
-    return linear_cross_entropy(
-        hidden_NH,
-        linear.weight,
-        labels_N,
-        bias_V=linear.bias,
-        num_items=num_items_in_batch,
-        transform=transform,
-        ignore_index=ignore_index,
-        chunk_mib=state.chunk_mib,
-    )
+        return head_cross_entropy(hidden_NH, logits.head, n_vocab, labels_N, **options)
+    return linear_cross_entropy(hidden_NH, linear.weight, labels_N, bias_V=linear.bias, **options)
 
 
 @functools.cache
 def _forward_with_lazy_head(class_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward of the same signature under which the head is lazy whenever labels are given."""
+    """A forward of the same signature under which the head is lazy with labels, and without where asked for."""
     signature = inspect.signature(class_forward)
 
     @functools.wraps(class_forward)
@@ -176,16 +180,17 @@ def _forward_with_lazy_head(class_forward: Callable[..., Any]) -> Callable[..., 
         labels = kwargs.get("labels")
         if labels is None and args:
             labels = signature.bind_partial(self, *args).arguments.get("labels")
-        if labels is None:
+        if labels is None and not state.unlabelled:
             return run(*args, **kwargs)
         _follow_head(self, state)
         head_state: HeadState = vars(state.head)[_HEAD]
-        head_state.active, calls = True, state.calls
+        head_state.active, losses = True, state.chunks.losses
+        head_state.chunks = state.chunks if labels is None else None
         try:
             output = run(*args, **kwargs)
         finally:
-            head_state.active = False
-        if state.explicit and state.calls == calls:
+            head_state.active, head_state.chunks = False, None
+        if state.explicit and labels is not None and state.chunks.losses == losses:
             raise UnsupportedError(
                 expected="a model that computes its loss by transformers' loss_function, for loss='chunked'",
                 got=f"{type(self).__name__}, which computes one of its own",
@@ -246,7 +251,7 @@ def _patch_loss(causal_lm: nn.Module, patches: PatchSet, chunk_mib: int, *, expl
         return "it computes a loss of its own, not transformers' causal LM loss"
     if hasattr(head, "_hf_hook"):
         return "its head is moved between devices by accelerate"
-    state = LossState(chunk_mib, head, PatchSet(), ForCausalLMLoss, vars(causal_lm).get("forward"), explicit)
+    state = LossState(Chunks(chunk_mib), head, PatchSet(), ForCausalLMLoss, vars(causal_lm).get("forward"), explicit)
     _patch_head(head, state.head_patches)
     patches.set(causal_lm, _LOSS, state)
     patches.set(causal_lm, "_loss_function", MethodType(_loss, causal_lm))
@@ -264,7 +269,21 @@ def unpatch_loss(causal_lm: nn.Module) -> None:
             vars(module).pop("forward", None)
 
 
+def chunk_unlabelled(causal_lm: nn.Module, wanted: bool) -> str | None:
+    """Let logits that were asked for without labels stay lazy up to the log-probabilities of labels, or no longer.
+
+    Returns:
+        ``None`` when done, or the reason why logits are computed for all tokens.
+    """
+    state: LossState | None = vars(causal_lm).get(_LOSS)
+    if state is None:
+        return "the loss is not chunked"
+    several = wanted and is_distributed()
+    state.unlabelled = wanted and not several
+    return "DDP and FSDP look in the model's output for what takes part in backward" if several else None
+
+
 def chunked_losses(causal_lm: nn.Module) -> int | None:
     """How many losses were computed in chunks so far; ``None`` where the loss is not patched."""
     state: LossState | None = vars(causal_lm).get(_LOSS)
-    return None if state is None else state.calls
+    return None if state is None else state.chunks.losses

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 
 from unsloth_plugins.axolotl.args import config_of, uses_plugin
 from unsloth_plugins.axolotl.conflicts import check_config, check_packed
-from unsloth_plugins.core import apply
+from unsloth_plugins.core import applied_to, apply
 from unsloth_plugins.core.export import check_model, merge_model
 from unsloth_plugins.core.mxfp4 import packed_config
 from unsloth_plugins.trainer_metrics import TrainerMetrics, explain_out_of_memory, report_first
@@ -95,6 +95,8 @@ class UnslothPlugin(BasePlugin):
                 trainer.callback_handler.callbacks.remove(again)
             report_first(trainer)
             explain_out_of_memory(trainer)
+            if (applied := applied_to(trainer.model)) is not None:
+                applied.expect_label_smoothing(trainer.args.label_smoothing_factor != 0)
 
 
 def _is_mxfp4(cfg: dict[str, Any]) -> bool:

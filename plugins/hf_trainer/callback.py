@@ -134,6 +134,7 @@ class UnslothCallback(TrainerMetrics):
         kept = before is not None and not self._chosen
         check_arguments(args, before.config if before is not None and kept else self.config)
         self.applied = apply(model, before.config if before is not None and kept else self.config)
+        self.applied.expect_label_smoothing(args.label_smoothing_factor != 0)
 
 
 def _adapter_beside(merged: Path) -> Path:

@@ -16,9 +16,10 @@ from conftest import tiny_gpt_oss, tiny_llama
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
-from unsloth_plugins.core import UnslothConfig
+from unsloth_plugins.core import UnslothConfig, applied_to
 from unsloth_plugins.core.device import DeviceMemory
 from unsloth_plugins.core.errors import ConflictError, UnsupportedError
+from unsloth_plugins.core.models.causal_lm import chunked_losses
 from unsloth_plugins.core.mxfp4 import pack_experts
 from unsloth_plugins.core.planner import live
 
@@ -175,16 +176,15 @@ class FakeMemory(DeviceMemory):
         return 64 << 20
 
 
-def planned_trainer(folder: Path, tokens: int = 24) -> Any:
+def planned_trainer(folder: Path, tokens: int = 24, **options: Any) -> Any:
     """A trainer with what the plugin brings, in the order of Axolotl."""
     from unsloth_plugins.axolotl import UnslothPlugin
 
     cfg, plugin = load(folder), UnslothPlugin()
     model = get_peft_model(tiny_llama().bfloat16(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     plugin.post_model_load(cfg, model)
-    settings = TrainingArguments(
-        str(folder / "out"), use_cpu=True, report_to=[], max_steps=1, gradient_checkpointing=True, optim="adamw_torch"
-    )
+    options |= dict(use_cpu=True, report_to=[], max_steps=1, gradient_checkpointing=True, optim="adamw_torch")
+    settings = TrainingArguments(str(folder / "out"), **options)
     rows = [dict.fromkeys(("input_ids", "labels"), torch.full((tokens,), 5))] * 8
     callbacks = [each for _ in range(2) for each in plugin.add_callbacks_pre_trainer(cfg, model)]
     trainer = Trainer(model, settings, train_dataset=rows, callbacks=callbacks)
@@ -202,6 +202,14 @@ def test_the_report_says_what_a_batch_takes_and_what_cannot_fit_is_refused(
     assert "256 tokens a batch take about 0.03 of 0.06 GiB" in line  # two rows of sequence_len 128
     with pytest.raises(UnsupportedError, match="tokens to fit in 0.06 GiB"):
         planned_trainer(folder, 1 << 18).train()
+
+
+def test_label_smoothing_works_on_chunks_of_the_logits(folder: Path) -> None:
+    trainer = planned_trainer(folder, label_smoothing_factor=0.1)
+    trainer.train()
+    applied = applied_to(trainer.model)
+    assert "the trainer's, on chunks of the logits" in applied.report()
+    assert chunked_losses(applied.parts.causal_lm) == 1
 
 
 def test_out_of_memory_says_what_to_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,16 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.trainer_pt_utils import LabelSmoother
 
 from unsloth_plugins.core.errors import ConfigError, ShapeError
 from unsloth_plugins.core.loss import LazyLogits, linear_cross_entropy
+from unsloth_plugins.core.loss.lazy import Chunks
 from unsloth_plugins.core.loss.op import head_cross_entropy
 from unsloth_plugins.core.loss.reference import chunk_tokens
 
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, on_cuda])]
 N, H, V = 37, 16, 5000  # 1 MiB holds 17 tokens of logits: three chunks, the last one short
 
 
@@ -269,3 +273,50 @@ class TestLazyLogits:
         capped = torch.tanh((lazy * 2.0).float() / 5.0) * 5.0
         assert isinstance(capped, LazyLogits) and not calls
         torch.testing.assert_close(capped + 0, torch.tanh(real * 2 / 5) * 5)
+
+
+class TestLazyLogProbs:
+    """transformers' smoother on lazy logits: two rows, chunks that end in the middle of the first."""
+
+    def _both(self, dtype: torch.dtype, tokens: int = N, vocab: int = V, device: str = "cpu") -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        hidden = torch.randn(2, tokens, H).to(device, dtype).requires_grad_()
+        weight = torch.randn(vocab, H).to(device, dtype).requires_grad_()
+        labels = torch.randint(0, vocab, (2, tokens)).to(device)
+        labels[0, ::3] = -100
+        lazy = LazyLogits(hidden, lambda x: F.linear(x, weight), vocab, dtype, chunks=Chunks(1))
+        return hidden, weight, labels, lazy * 0.5, lambda: F.linear(hidden, weight) * 0.5
+
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("num_items", [None, 50, torch.tensor(50)])
+    @pytest.mark.parametrize("shift", [True, False])
+    def test_transformers_label_smoother_reads_them_in_chunks(self, shift: bool, num_items: Any, device: str) -> None:
+        hidden, weight, labels, lazy, real = self._both(torch.float64, device=device)
+        results = []
+        for logits in (lazy, real()):
+            loss = LabelSmoother(0.1)({"logits": logits}, labels, shift_labels=shift, num_items_in_batch=num_items)
+            results.append((loss, *torch.autograd.grad(3 * loss, (hidden, weight))))
+        torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+        assert lazy._real is None and lazy.chunks.losses == 1
+
+    def test_sums_alone_without_gradients_and_after_them(self) -> None:
+        _, _, labels, lazy, real = self._both(torch.float64)
+        want = real().log_softmax(-1)
+        probs = torch.log_softmax(lazy, dim=-1)
+        with torch.no_grad():
+            assert not probs.sum(dim=-1).requires_grad
+        torch.testing.assert_close(probs.sum(dim=-1), want.sum(-1), rtol=1e-11, atol=1e-12)
+        assert probs.sum(dim=2, keepdim=True, dtype=torch.float32).dtype == torch.float32
+        torch.testing.assert_close(probs.exp(), want.exp())  # read in another way, they are real
+        lone = labels[:, :1].clamp(min=0)[..., None]
+        torch.testing.assert_close(probs.gather(-1, lone), want.gather(-1, lone))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_case_30_for_label_smoothing(self, dtype: torch.dtype) -> None:
+        """As above: not only the logits fit in what was allowed."""
+        tokens, vocab = 128, 20_000
+        hidden, weight, labels, lazy, _ = self._both(dtype, tokens, vocab)
+        with LiveBytes(hidden, weight, labels) as seen:
+            LabelSmoother(0.1)({"logits": lazy}, labels, shift_labels=True).backward()
+        gradients = 2 * weight.untyped_storage().nbytes() + 3 * hidden.untyped_storage().nbytes() + 200 * labels.numel()
+        assert seen.peak <= 1.4 * 2**20 + gradients < 2 * tokens * vocab * dtype.itemsize

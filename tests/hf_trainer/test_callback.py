@@ -17,7 +17,8 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from unsloth_plugins.core import applied_to
 from unsloth_plugins.core.errors import ConfigError, ConflictError
-from unsloth_plugins.core.models import streaming
+from unsloth_plugins.core.loss import LazyLogits
+from unsloth_plugins.core.models import causal_lm, streaming
 from unsloth_plugins.core.mxfp4 import pack_experts
 from unsloth_plugins.core.offload.weights import WeightStream
 from unsloth_plugins.hf_trainer import UnslothCallback, prepare_model
@@ -200,9 +201,68 @@ def test_load_best_model_at_end(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_loss"] == pytest.approx(best, abs=1e-6)
 
 
-def test_label_smoothing_and_custom_losses_get_real_logits(tmp_path: Path) -> None:
-    stock, ours = (run(lora(tiny_llama()), tmp_path, flag, label_smoothing_factor=0.1) for flag in (False, True))
-    assert curve(ours) == pytest.approx(curve(stock), abs=2e-5)
+@pytest.mark.parametrize("make", [tiny_gpt_oss, tiny_llama])
+@pytest.mark.parametrize("head", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "lm_head"]}])
+def test_label_smoothing_never_computes_all_logits(make, head, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """In training, with micro-batches of unlike numbers of labels, and in evaluation."""
+    rows = Rows([3, 24, 7, 20] * 4)
+    options = dict(label_smoothing_factor=0.1, per_device_train_batch_size=1, gradient_accumulation_steps=2)
+    more = dict(eval_strategy="steps", eval_steps=2, prediction_loss_only=True)
+    trainers = []
+    for ours in (False, True):
+        if ours:
+            monkeypatch.setattr(LazyLogits, "materialize", lambda _: pytest.fail("all logits were computed"))
+        callbacks = [UnslothCallback()] if ours else []
+        trainer = Trainer(
+            lora(make(), **head),
+            arguments(tmp_path, **options, **more),
+            train_dataset=rows,
+            eval_dataset=rows,
+            callbacks=callbacks,
+        )
+        trainer.train()
+        trainers.append(trainer)
+    for key in ("loss", "eval_loss"):
+        assert curve(trainers[1], key) == pytest.approx(curve(trainers[0], key), abs=2e-5)
+    assert curve(trainers[1], "grad_norm") == pytest.approx(curve(trainers[0], "grad_norm"), rel=1e-4)
+    report = trainers[1].callback_handler.callbacks[1].applied.report()
+    assert "chunked cross entropy" in report and "the trainer's, on chunks of the logits" in report
+
+
+@pytest.mark.parametrize("why", ["the loss is not chunked", "DDP and FSDP look in the model's output"])
+def test_label_smoothing_on_all_logits_is_said(why: str, tmp_path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
+    callback = UnslothCallback(loss=None if "chunked" in why else "auto")
+    if "DDP" in why:
+        monkeypatch.setattr(causal_lm, "is_distributed", lambda: True)
+    Trainer(lora(tiny_llama()), arguments(tmp_path, label_smoothing_factor=0.1), callbacks=[callback])
+    assert [record.message for record in caplog.records if why in record.message] and why in callback.applied.report()
+
+
+def test_the_next_trainer_without_label_smoothing_gets_plain_logits(tmp_path: Path) -> None:
+    model = lora(tiny_llama())
+    for factor in (0.1, 0.0):
+        Trainer(model, arguments(tmp_path, label_smoothing_factor=factor), callbacks=[UnslothCallback()])
+        logits = model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits
+        assert isinstance(logits, LazyLogits) == bool(factor)
+    assert "smoothing" not in applied_to(model).report()
+
+
+def test_custom_losses_get_real_logits(tmp_path: Path) -> None:
+    def custom(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    losses = []
+    for callbacks in ([], [UnslothCallback()]):
+        trainer = Trainer(
+            lora(tiny_llama()),
+            arguments(tmp_path, label_smoothing_factor=0.1),
+            train_dataset=Rows([24] * 16),
+            callbacks=callbacks,
+            compute_loss_func=custom,
+        )
+        trainer.train()
+        losses.append(curve(trainer))
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5)
 
 
 def test_bf16_mixed_precision(tmp_path: Path) -> None:

@@ -118,6 +118,13 @@ def test_sft_on_answers_only(option: str, make: Any, tmp_path: Path) -> None:
     assert masked.any() and not masked.all()
 
 
+def test_sft_with_label_smoothing_never_computes_all_logits(tmp_path: Path) -> None:
+    ours = agree("SFT", tiny_llama, tmp_path, SFT_DATA["completion_only_loss"], label_smoothing_factor=0.1)
+    applied = applied_to(ours.model)
+    assert applied is not None and "the trainer's, on chunks of the logits" in applied.report()
+    assert chunked_losses(applied.parts.causal_lm) == 3
+
+
 def test_sft_padding_free_is_sft_with_padding(tmp_path: Path) -> None:
     """gpt-oss in transformers leaks across packed documents, so the padded batch is what is right."""
     padded = run("SFT", tiny_gpt_oss, tmp_path, False, SFT_DATA["text"])

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 import unsloth_plugins
 from unsloth_plugins.core.errors import ShapeError
 from unsloth_plugins.core.loss import LazyLogits
+from unsloth_plugins.core.models import causal_lm
 from unsloth_plugins.core.models.causal_lm import chunked_losses
 
 SIZES: dict[str, Any] = dict(
@@ -150,3 +151,33 @@ def test_case_15_micro_batches_with_the_count_of_all_add_up_to_the_batch() -> No
         torch.testing.assert_close(
             parameter.grad, want[2][name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["lazy", "read before"])
+@pytest.mark.parametrize("head", ["plain", "LoRA", "softcap"])
+def test_label_smoothing_given_to_the_model(head: str, read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's smoothing of the shifted logits; transformers' loss would take the option and do nothing."""
+    if head == "softcap":
+        config = transformers.Gemma2Config(**(SIZES | {"final_logit_softcapping": 2.0}))
+        stock: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        torch.manual_seed(2)
+        targets = ["q_proj", "lm_head"] if head == "LoRA" else ["q_proj"]
+        stock = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    ours = chunked(stock) if not read else copy.deepcopy(stock)
+    if read:
+        unsloth_plugins.apply(ours, attention=None, layers=None, experts=None)
+        never = type("Never", (), {"__new__": lambda _, hidden, head, *more, **options: head(hidden)})
+        monkeypatch.setattr(causal_lm, "LazyLogits", never)
+    batch = batch_of(2, 9)
+    batch["labels"][0, :4] = -100
+    logits = stock.train()(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+    want = torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten(), label_smoothing=0.1)
+    want.backward()
+    got = ours.train()(**batch, label_smoothing=0.1).loss
+    got.backward()
+    torch.testing.assert_close(got, want)
+    for (name, mine), theirs in zip(ours.named_parameters(), stock.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
