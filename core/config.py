@@ -55,7 +55,8 @@ class UnslothConfig:
     lora: Literal["auto", "fused"] | None = "auto"
     """PEFT's LoRA on linear layers, dense or in bitsandbytes' 4 bits, with the base in one function that reads and
     saves its input once, for q, k, v and for gate, up together. ``auto`` does so on CUDA, ``fused`` everywhere,
-    ``None`` leaves it to PEFT. Layers with dropout, DoRA or an 8-bit base stay PEFT's; the report counts them."""
+    ``None`` leaves it to PEFT. Masks of dropout are made from seeds, again in backward. Layers with DoRA or an 8-bit
+    base stay PEFT's; the report counts them."""
 
     loss: Literal["auto", "chunked"] | None = "auto"
     """Cross entropy that never holds the logits of all tokens. ``auto`` uses it wherever the head is recognised,

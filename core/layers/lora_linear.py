@@ -6,6 +6,9 @@ For projection p with frozen base W_p, and adapters stacked to A [R, I]:
 
     dz_a = s_a dy_p B_a,    dB_a = s_a dy_p^T z_a,    dA = dz^T x,    dx = sum_p dy_p W_p + dz A
 
+With dropout d_a of an adapter's input, z_a = d_a(x) A_a^T and dA_a = dz_a^T d_a(x), and dx gets d_a(dz_a A_a). Each d_a
+is made from a seed wherever it is needed, some rows at a time.
+
 LoRA's terms are accumulated by GEMMs into what the base's GEMM wrote, so nothing passes over an output by itself. A
 quantised base is decoded for its GEMM and freed; the caching allocator gives the next one the same memory. Of an x that
 came out of a norm, the norm's input is saved in its place, and x made again for dA.
@@ -16,24 +19,38 @@ equation 3.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from unsloth_plugins.core.errors import ShapeError
+from unsloth_plugins.core.layers.dropout import draw_seeds, dropped
 from unsloth_plugins.core.layers.normed import Normed, normed_of
+
+ROWS = 8192
+"""Tokens that dropout is made for at a time, so that what it gives takes little memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class LoraTerm:
-    """One adapter of one projection: A [r, I], B [O, r], any floating dtype, and its scaling."""
+    """One adapter of one projection.
+
+    Attributes:
+        a_rI, b_Or: any floating dtype.
+        scaling: s.
+        dropout: probability that an element of x is zero for this adapter; 0 outside training.
+        seed: of the mask; drawn by the function that computes.
+    """
 
     a_rI: torch.Tensor
     b_Or: torch.Tensor
     scaling: float
+    dropout: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +92,10 @@ class LinearPass:
     def __init__(self, projections: Sequence[LoraProjection], dtype: torch.dtype, *, several: bool = False) -> None:
         self.projections, self.dtype, self.several = projections, dtype, several
         self.tensors = tensors_of(projections)
-        stack = [term.a_rI.to(dtype) for each in projections for term in each.terms]
+        terms = [term for each in projections for term in each.terms]
+        stack = [term.a_rI.to(dtype) for term in terms]
         self._a_RI = (stack[0] if len(stack) == 1 else torch.cat(stack)) if stack else None
+        self._parts = _parts(terms) if any(term.dropout for term in terms) else None
         self._weights: dict[int, torch.Tensor] = {}
         self._sums: list[torch.Tensor | None] = [None] * len(self.tensors)
         self._da_RI: torch.Tensor | None = None
@@ -89,9 +108,17 @@ class LinearPass:
                 self._weights[place] = found
         return found
 
-    def inner(self, x_NI: torch.Tensor) -> torch.Tensor | None:
-        """z [N, R]; ``None`` without adapters."""
-        return None if self._a_RI is None else x_NI @ self._a_RI.T
+    def inner(self, x_NI: torch.Tensor, first: int = 0) -> torch.Tensor | None:
+        """z [N, R]; ``None`` without adapters. ``first``: number of the first of these tokens, here as below."""
+        if self._a_RI is None:
+            return None
+        if self._parts is None:
+            return x_NI @ self._a_RI.T
+        z_NR = x_NI.new_empty((x_NI.shape[0], self._a_RI.shape[0]))
+        for term, part in self._parts:
+            for rows in _stretches(x_NI.shape[0]):
+                z_NR[rows, part] = _dropped(term, x_NI[rows], first + rows.start) @ self._a_RI[part].T
+        return z_NR
 
     def outputs(self, x_NI: torch.Tensor, z_NR: torch.Tensor | None) -> list[torch.Tensor]:
         """y [N, O] of every projection."""
@@ -112,7 +139,7 @@ class LinearPass:
         return out
 
     def input_gradients(
-        self, grads: Sequence[torch.Tensor | None], *, want_x: bool
+        self, grads: Sequence[torch.Tensor | None], *, want_x: bool, first: int = 0
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """dx [N, I] where wanted, and dz [N, R]. ``grads``: dy [N, O] of every projection, or ``None`` for zero."""
         dx_NI = dz_NR = None
@@ -131,7 +158,11 @@ class LinearPass:
                 dx_NI = dy_NO @ weight_OI if dx_NI is None else dx_NI.addmm_(dy_NO, weight_OI)
                 del weight_OI
         if dx_NI is not None and dz_NR is not None and self._a_RI is not None:
-            dx_NI.addmm_(dz_NR, self._a_RI)
+            if self._parts is None:
+                dx_NI.addmm_(dz_NR, self._a_RI)
+            for term, part in self._parts or ():
+                for at in _stretches(dx_NI.shape[0]):
+                    _dropped(term, dz_NR[at, part] @ self._a_RI[part], first + at.start, dx_NI[at])
         return dx_NI, dz_NR
 
     def add_gradients(
@@ -141,6 +172,7 @@ class LinearPass:
         dz_NR: torch.Tensor | None,
         grads: Sequence[torch.Tensor | None],
         wanted: Sequence[bool],
+        first: int = 0,
     ) -> None:
         """Add what these tokens give to the gradients of ``tensors``, where ``wanted``."""
         count = sum(len(each.terms) for each in self.projections)
@@ -155,8 +187,20 @@ class LinearPass:
             if dy_NO is not None and wanted[2 * count + place]:
                 self._add(2 * count + place, dy_NO.sum(0, dtype=torch.promote_types(self.dtype, torch.float32)))
         if dz_NR is not None and any(wanted[: 2 * count : 2]):
-            da_RI = _product(dz_NR.T, x_NI, torch.promote_types(self.dtype, torch.float32))
+            self._add_a(x_NI, dz_NR, first)
+
+    def _add_a(self, x_NI: torch.Tensor, dz_NR: torch.Tensor, first: int) -> None:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        if self._parts is None:
+            da_RI = _product(dz_NR.T, x_NI, wide)
             self._da_RI = da_RI if self._da_RI is None else self._da_RI.add_(da_RI)
+            return
+        if self._da_RI is None:
+            self._da_RI = x_NI.new_zeros((dz_NR.shape[1], x_NI.shape[1]), dtype=wide)
+        for term, part in self._parts:
+            for rows in _stretches(x_NI.shape[0]):
+                x_MI = _dropped(term, x_NI[rows], first + rows.start)
+                self._da_RI[part] += _product(dz_NR[rows, part].T, x_MI, wide)
 
     def _add(self, slot: int, value: torch.Tensor) -> None:
         before = self._sums[slot]
@@ -173,6 +217,35 @@ class LinearPass:
             for n, part in enumerate(self._da_RI.split([a.shape[0] for a in factors])):
                 out[2 * n] = part.to(factors[n].dtype) if wanted[2 * n] else None
         return out
+
+
+def _parts(terms: Sequence[LoraTerm]) -> list[tuple[LoraTerm, slice]]:
+    """Each term with its place among the ranks of all."""
+    ends = list(itertools.accumulate(term.a_rI.shape[0] for term in terms))
+    return [(term, slice(end - term.a_rI.shape[0], end)) for term, end in zip(terms, ends, strict=True)]
+
+
+def _stretches(count: int) -> list[slice]:
+    return [slice(start, min(start + ROWS, count)) for start in range(0, count, ROWS)]
+
+
+def _dropped(term: LoraTerm, x_MI: torch.Tensor, first: int, onto_MI: torch.Tensor | None = None) -> torch.Tensor:
+    """d(x) of one adapter, or ``onto_MI`` with that added in place."""
+    if term.dropout:
+        return dropped(x_MI, term.dropout, term.seed, first=first, onto_MI=onto_MI)
+    return x_MI if onto_MI is None else onto_MI.add_(x_MI)
+
+
+def with_seeds(projections: Sequence[LoraProjection]) -> tuple[LoraProjection, ...]:
+    """The projections with new masks, where there is dropout."""
+    count = sum(bool(term.dropout) for each in projections for term in each.terms)
+    if not count:
+        return tuple(projections)
+    seeds = iter(draw_seeds(count))
+    return tuple(
+        replace(each, terms=[replace(t, seed=next(seeds)) if t.dropout else t for t in each.terms])
+        for each in projections
+    )
 
 
 def tensors_of(projections: Sequence[LoraProjection]) -> list[torch.Tensor | None]:
@@ -192,9 +265,9 @@ def with_tensors(
         for term in each.terms:
             a_rI, b_Or = tensors[2 * number], tensors[2 * number + 1]
             assert a_rI is not None and b_Or is not None
-            terms.append(LoraTerm(a_rI, b_Or, term.scaling))
+            terms.append(replace(term, a_rI=a_rI, b_Or=b_Or))
             number += 1
-        out.append(LoraProjection(each.weight, each.outputs, bias_O, terms))
+        out.append(replace(each, bias_O=bias_O, terms=terms))
     return tuple(out)
 
 
@@ -229,7 +302,7 @@ class _LoraLinears(torch.autograd.Function):
 
 
 def lora_linears(x: torch.Tensor, projections: Sequence[LoraProjection]) -> tuple[torch.Tensor, ...]:
-    """``x W_p^T + b_p + sum_a s_a (x A_a^T) B_a^T`` for every projection p of one input.
+    """``x W_p^T + b_p + sum_a s_a (d_a(x) A_a^T) B_a^T`` for every projection p of one input.
 
     Args:
         x: float [..., I]; all products are in its dtype, gradients of A and B of 16-bit products in float32 where those
@@ -251,6 +324,7 @@ def lora_linears(x: torch.Tensor, projections: Sequence[LoraProjection]) -> tupl
                     got=f"{list(a)} and {list(b)}",
                     remedy="Pass the weights of PEFT's lora_A and lora_B as they are.",
                 )
+    projections = with_seeds(projections)
     tensors = tensors_of(projections)
-    outputs = _LoraLinears.apply(x.reshape(-1, x.shape[-1]), normed_of(x), tuple(projections), *tensors)
+    outputs = _LoraLinears.apply(x.reshape(-1, x.shape[-1]), normed_of(x), projections, *tensors)
     return tuple(y_NO.view(*x.shape[:-1], y_NO.shape[1]) for y_NO in outputs)

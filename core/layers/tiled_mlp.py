@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from unsloth_plugins.core.errors import ShapeError
-from unsloth_plugins.core.layers.lora_linear import LinearPass, LoraProjection, tensors_of, with_tensors
+from unsloth_plugins.core.layers.lora_linear import LinearPass, LoraProjection, tensors_of, with_seeds, with_tensors
 from unsloth_plugins.core.layers.normed import may_pass_by, normed_of
 from unsloth_plugins.core.layers.op import Implementation, gated, gated_backward
 from unsloth_plugins.core.layers.reference import Activation
@@ -55,12 +55,12 @@ def _forward(
     out_NI = x_NI.new_empty((x_NI.shape[0], mlp.down.outputs))
     for start in range(0, x_NI.shape[0], TILE):
         rows = slice(start, start + TILE)
-        inner = first.outputs(x_NI[rows], first.inner(x_NI[rows]))
+        inner = first.outputs(x_NI[rows], first.inner(x_NI[rows], start))
         if held is not None:
             held.extend(inner)
         h_NI = gated(*inner, activation=mlp.activation, implementation=mlp.implementation)
         del inner
-        (out_NI[rows],) = down.outputs(h_NI, down.inner(h_NI))
+        (out_NI[rows],) = down.outputs(h_NI, down.inner(h_NI, start))
     return out_NI
 
 
@@ -86,19 +86,19 @@ def _backward(
                 source = source.detach().requires_grad_()
                 normal = mlp.rule(source, norm_N)
             part = normal.detach()
-        z_NR = first.inner(part)
+        z_NR = first.inner(part, start)
         count = len(mlp.first)
         inner = list(held[number * count : (number + 1) * count]) or first.outputs(part, z_NR)
-        dh_NI, dz_NR = down.input_gradients((dout_NI[rows],), want_x=True)
+        dh_NI, dz_NR = down.input_gradients((dout_NI[rows],), want_x=True, first=start)
         assert dh_NI is not None
         h_NI, d_inner = gated_backward(
             dh_NI, *inner, activation=mlp.activation, overwrite=not held, implementation=mlp.implementation
         )
         del inner, dh_NI
-        down.add_gradients(h_NI, down.inner(h_NI), dz_NR, (dout_NI[rows],), want_down)
+        down.add_gradients(h_NI, down.inner(h_NI, start), dz_NR, (dout_NI[rows],), want_down, start)
         del h_NI
-        d_part, dz_NR = first.input_gradients(d_inner, want_x=want_x)
-        first.add_gradients(part, z_NR, dz_NR, d_inner, want_first)
+        d_part, dz_NR = first.input_gradients(d_inner, want_x=want_x, first=start)
+        first.add_gradients(part, z_NR, dz_NR, d_inner, want_first, start)
         if dx_NI is not None and d_part is not None:
             if norm_N is not None:
                 (d_part,) = torch.autograd.grad(normal, source, d_part)
@@ -171,6 +171,7 @@ def tiled_mlp(
             got=f"outputs {[each.outputs for each in first]}",
             remedy="Pass gate before up.",
         )
+    *first, down = with_seeds((*first, down))
     mlp = _Mlp(tuple(first), down, activation, implementation)
     tensors = [*tensors_of(first), *tensors_of((down,))]
     x_NI = x.reshape(-1, x.shape[-1])

@@ -1,7 +1,7 @@
 """PEFT's LoRA on linear layers, dense or in bitsandbytes' 4 bits, through ``core.layers.lora_linear``.
 
-What PEFT does that is not plain LoRA (merged, disabled or mixed adapters, variants such as DoRA, dropout while
-training) runs PEFT's own forward, decided call by call. Replacements are functions bound to the instance that find
+What PEFT does that is not plain LoRA (merged, disabled or mixed adapters, variants such as DoRA) runs PEFT's own
+forward, decided call by call. Replacements are functions bound to the instance that find
 their state on it.
 """
 
@@ -109,17 +109,23 @@ def why_peft(module: Any) -> str | None:
             continue
         if name in module.lora_variant or module.lora_bias[name]:
             return "a variant of LoRA"
-        if module.training and type(module.lora_dropout[name]) is not nn.Identity:
-            return "dropout"
+        if type(module.lora_dropout[name]) not in (nn.Identity, nn.Dropout):
+            return "another dropout than torch's"
         if type(module.lora_A[name]) is not nn.Linear or type(module.lora_B[name]) is not nn.Linear:
             return "adapters that are not linear layers"
     return None
 
 
+def _term(module: Any, name: str) -> LoraTerm:
+    dropout = module.lora_dropout[name]
+    probability = getattr(dropout, "p", 0.0) if dropout.training else 0.0
+    return LoraTerm(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name], probability)
+
+
 def _projection(module: Any) -> LoraProjection:
     base = getattr(module, "base_layer", module)
     names = [name for name in getattr(module, "active_adapters", ()) if name in module.lora_A]
-    terms = [LoraTerm(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]) for name in names]
+    terms = [_term(module, name) for name in names]
     weight = functools.partial(_decoded, base) if _is_4bit(base) else functools.partial(_dense, base.weight)
     return LoraProjection(weight, base.out_features, base.bias, terms)
 

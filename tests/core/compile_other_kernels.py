@@ -16,6 +16,7 @@ from compiling import assemble, compile_launch
 from unsloth_plugins.core.experts import kernels, triton_gemm
 from unsloth_plugins.core.experts.triton_gemm import grouped_product, grouped_reduce
 from unsloth_plugins.core.layers import GPT_OSS, Swiglu
+from unsloth_plugins.core.layers.triton_dropout import dropout_launch
 from unsloth_plugins.core.layers.triton_glu import gated_backward, gated_forward
 from unsloth_plugins.core.layers.triton_norm import rms_norm_backward, rms_norm_forward
 from unsloth_plugins.core.layers.triton_rope import rope_launch
@@ -110,6 +111,9 @@ def launch_layers(dtype: torch.dtype) -> None:
         gated_forward(gate, gate, gate, activation=activation)
         for out in (None, gate):
             gated_backward(gate, gate, gate, gate, gate, activation=activation, out_MI=out)
+    for size in (2880, 4096):
+        for add in (True, False):
+            dropout_launch(empty(1024, size), empty(1024, size), p=0.05, seed=(1 << 40) + 3, add=add)
 
 
 if __name__ == "__main__":

@@ -226,13 +226,12 @@ def test_models_give_stocks_numbers(
 def test_what_needs_its_module_is_called_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = calls_of(monkeypatch)
     batch = batch_of(2, 9)
-    dropout = adapted(tiny_llama(), MLP, lora_dropout=0.5)
     hooked = adapted(tiny_llama(), MLP)
     seen: list[int] = []
     for layer in hooked.base_model.model.model.layers:
         layer.mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
     trained = tiny_llama()
-    for model in (dropout, hooked, trained):
+    for model in (hooked, trained):
         unsloth_plugins.apply(model, **OFF)
         loss_and_grads(model, **batch)
     assert calls == [] and len(seen) == 2

@@ -15,6 +15,8 @@ from torch.nn.functional import linear
 
 import unsloth_plugins
 from unsloth_plugins.core.errors import ShapeError
+from unsloth_plugins.core.layers import lora_linear, tiled_mlp
+from unsloth_plugins.core.layers.dropout import draw_seeds, dropped
 from unsloth_plugins.core.layers.lora_linear import LoraProjection, LoraTerm, lora_linears
 from unsloth_plugins.core.models import lora as binding
 
@@ -157,17 +159,153 @@ def test_several_adapters_and_switching(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_stays_pefts_and_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = calls_of(monkeypatch)
-    ours = adapted(tiny_llama(), lora_dropout=0.5, target_modules=ATTENTION)
-    assert "8 stay PEFT's: dropout" in unsloth_plugins.apply(ours, lora="fused", **OFF).report()
+    ours = adapted(tiny_llama(), target_modules=ATTENTION)
+    for layer in ours.base_model.model.model.layers:
+        layer.self_attn.q_proj.lora_dropout["default"] = nn.AlphaDropout(0.5)
+    assert "2 stay PEFT's: another dropout than torch's" in unsloth_plugins.apply(ours, lora="fused", **OFF).report()
     ours.train()(**batch_of(1, 5))
-    assert calls == []
-    ours.eval()(**batch_of(1, 5))
-    assert calls == [3, 1] * 2  # no dropout in evaluation
+    assert calls == [2, 1] * 2
     dora = adapted(tiny_llama(), use_dora=True)
     assert "14 stay PEFT's: a variant of LoRA" in unsloth_plugins.apply(dora, lora="fused", **OFF).report()
     before = len(calls)
     same(copy.deepcopy(dora), dora, **batch_of(1, 5))
     assert len(calls) == before
+
+
+class SameMasks(nn.Dropout):
+    """PEFT's dropout with the masks that ours had, in the order of the layers' calls."""
+
+    def __init__(self, p: float, seeds: list[int]) -> None:
+        super().__init__(p)
+        self.seeds = seeds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return dropped(x.flatten(0, 1), self.p, self.seeds.pop(0)).view_as(x) if self.training else x
+
+
+def masks_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The seeds that ours draws."""
+    seeds: list[int] = []
+    real = lora_linear.draw_seeds
+    monkeypatch.setattr(lora_linear, "draw_seeds", lambda count: (seeds.extend(drawn := real(count)), drawn)[1])
+    return seeds
+
+
+@pytest.mark.parametrize("layers", [None, "reference"], ids=["layers", "MLP in tiles"])
+@pytest.mark.parametrize("several", [False, True])
+def test_dropout_is_pefts_with_the_same_masks(several: bool, layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, training and evaluating; one stretch of tokens, since each has a mask of its own."""
+    ours = adapted(tiny_llama(), lora_dropout=0.3).double()
+    if several:
+        options = dict(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_dropout=0.5)
+        ours.add_adapter("second", LoraConfig(**options))
+        ours.double().base_model.set_adapter(["default", "second"])
+    stock = copy.deepcopy(ours)
+    seeds = masks_of(monkeypatch)
+    calls = calls_of(monkeypatch)
+    report = unsloth_plugins.apply(ours, lora="fused", **(OFF | {"layers": layers})).report()
+    assert "14 linear layers, 4 groups" in report and "stay PEFT's" not in report
+    got = loss_and_grads(ours, **batch_of(2, 9))
+    assert calls == ([3, 1, 2, 1] if layers is None else [3, 1]) * 2 and len(seeds) == (18 if several else 14)
+    for module in stock.modules():
+        if isinstance(module, nn.ModuleDict):
+            for name, each in module.items():
+                if type(each) is nn.Dropout:
+                    module[name] = SameMasks(each.p, seeds)
+    unsloth_plugins.apply(stock, lora=None, **(OFF | {"layers": layers}))  # stock's norms are float32 whatever comes
+    want = loss_and_grads(stock, **batch_of(2, 9))
+    assert not seeds
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+    got, want = (loss_and_grads(model, train=False, **batch_of(2, 9)) for model in (ours, stock))
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layers", [None, "reference"], ids=["layers", "MLP in tiles"])
+def test_dropout_under_checkpoints_is_that_without_them(
+    layers: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where tokens come in several stretches and tiles, the last one short."""
+    monkeypatch.setattr(lora_linear, "ROWS", 3)
+    monkeypatch.setattr(tiled_mlp, "TILE", 4)
+    results = []
+    for checkpointed in (False, True):
+        ours = adapted(tiny_llama().to(device), lora_dropout=0.3)
+        if checkpointed:
+            ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        unsloth_plugins.apply(ours, lora="fused", **(OFF | {"layers": layers}))
+        torch.manual_seed(7)
+        results.append(loss_and_grads(ours, **{k: v.to(device) for k, v in batch_of(2, 9).items()}))
+    torch.testing.assert_close(*results, rtol=0, atol=0 if device == "cpu" else 1e-6)
+    plain = loss_and_grads(adapted(tiny_llama().to(device)), **{k: v.to(device) for k, v in batch_of(2, 9).items()})
+    assert not torch.equal(results[0][1], plain[1])
+
+
+def test_gradients_of_dropout_in_several_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By finite differences: the masks of forward and backward are the same ones."""
+    monkeypatch.setattr(lora_linear, "ROWS", 2)
+    monkeypatch.setattr(lora_linear, "draw_seeds", lambda count: [3, 400, 5000][:count])
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(s, generator=draw, dtype=torch.float64) for s in ((5, 6), (2, 6), (7, 2), (3, 6), (7, 3))]
+    base = torch.randn(7, 6, generator=draw, dtype=torch.float64)
+
+    def run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        terms = [LoraTerm(a, b, 0.5, 0.4), LoraTerm(c, d, 2.0)]
+        both = [LoraProjection(lambda _: base, 7, None, terms), LoraProjection(lambda _: base, 7, None, terms[:1])]
+        return sum(lora_linears(x, both))  # type: ignore[return-value]
+
+    assert torch.autograd.gradcheck(run, [each.requires_grad_() for each in inputs], check_undefined_grad=False)
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dropout_on_cuda_is_no_further_from_the_truth_than_autograd(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several stretches, the last one short."""
+    monkeypatch.setattr(lora_linear, "ROWS", 128)
+    (seed,) = draw_seeds(1)
+    monkeypatch.setattr(lora_linear, "draw_seeds", lambda count: [seed] * count)
+    draw = torch.Generator().manual_seed(0)
+    sizes = ((300, 256), (16, 256), (192, 16), (192, 256))
+    given = [(torch.randn(s, generator=draw) / s[1] ** 0.5).to("cuda", dtype) for s in sizes]
+    ones = torch.ones(300, 256, device="cuda")
+    mask = torch.cat([dropped(ones[n : n + 128], 0.3, seed, first=n) for n in (0, 128, 256)])
+    results = []
+    for kind in (torch.float64, dtype, "ours"):
+        x, a, b, base = (each.to(dtype if kind == "ours" else kind) for each in given)
+        leaves = [each.requires_grad_() for each in (x, a, b)]
+        if kind == "ours":
+            term = LoraTerm(a, b, 2.0, 0.3)
+            (y,) = lora_linears(x, [LoraProjection(lambda _, base=base: base, 192, None, [term])])
+        else:
+            y = x @ base.T + 2 * (x * mask.to(kind)) @ a.T @ b.T
+        results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)])
+    for truth, eager, got in zip(*results, strict=True):
+        room = (eager.double() - truth).norm()
+        assert (got.double() - truth).norm() <= 1.25 * room + 1e-2 * truth.norm()
+
+
+def test_dropout_keeps_nothing_more_and_without_it_nothing_is_drawn() -> None:
+    sizes = []
+    for p in (0.0, 0.3):
+        ours = adapted(tiny_llama(), lora_dropout=p)
+        unsloth_plugins.apply(ours, lora="fused", **(OFF | {"layers": "reference"}))
+        kept: dict[int, int] = {}
+        alive: list[torch.Tensor] = []
+
+        def pack(t: torch.Tensor, kept: dict[int, int] = kept, alive: list[torch.Tensor] = alive) -> torch.Tensor:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            alive.append(t)
+            return t
+
+        before = torch.get_rng_state()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            ours.train()(**batch_of(2, 9))
+        assert torch.equal(torch.get_rng_state(), before) == (p == 0)
+        sizes.append(sum(kept.values()))
+    assert sizes[0] == sizes[1]
 
 
 def test_eight_bit_bases_stay_pefts_and_the_report_says_why() -> None:
