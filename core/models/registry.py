@@ -9,8 +9,9 @@ from unsloth_plugins.core.models.binding import Binding, ModelParts, decoder_of
 from unsloth_plugins.core.models.gpt_oss import GPT_OSS
 from unsloth_plugins.core.models.llama import LLAMA
 from unsloth_plugins.core.models.moe import MOE
+from unsloth_plugins.core.models.phi3 import PHI3
 
-BINDINGS: tuple[Binding, ...] = (GPT_OSS, MOE, LLAMA)
+BINDINGS: tuple[Binding, ...] = (GPT_OSS, MOE, LLAMA, PHI3)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -59,7 +59,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "phi3": ("Phi3", {"sliding_window": None}, {"norms": 5, "rotary embeddings": 2, "gated MLPs": 2}),
     "phi3_partial": (
         "Phi3",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "sliding_window": 6,
+        },
         {"norms": 5, "rotary embeddings": 2, "gated MLPs": 2},
     ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}, {"norms": 5, "rotary embeddings": 2, "gated MLPs": 2}),
@@ -156,18 +159,14 @@ def test_generation_with_a_cache_and_left_padding(family: str, device: str, monk
         assert torch.equal(alone[0, -6:], got[row, -6:])
 
 
-# What cannot be taken over, by the family's structure: q, k and v in one projection.
-ATTENTION = {family: None if family.startswith("phi3") else "eager" for family in FAMILIES}
-
-
 @pytest.mark.skipif(INTERPRETED, reason="the references are tested")
 @pytest.mark.parametrize("family", ["smollm", *FAMILIES])
 def test_all_parts_together_give_stocks_numbers(family: str) -> None:
     """Attention, layers, experts and loss; train and eval, padded, packed, and with a cache."""
     stock = build("llama", tie_word_embeddings=True) if family == "smollm" else build(family)
     ours = copy.deepcopy(stock)
-    attention: Any = ATTENTION.get(family, "eager")
-    unsloth_plugins.apply(ours, attention=attention, layers="reference", loss="chunked", loss_chunk_mib=1)
+    applied = unsloth_plugins.apply(ours, attention="eager", layers="reference", loss="chunked", loss_chunk_mib=1)
+    assert applied.parts.binding != "generic"
     runs = batches("cpu")
     if family == "gpt_oss":
         del runs["packed"]  # stock's documents see each other
@@ -191,6 +190,19 @@ def test_all_parts_together_give_stocks_numbers(family: str) -> None:
             cache = model(past, use_cache=True).past_key_values
             steps = torch.cat([model(token[None], past_key_values=cache).logits + 0 for token in new.T], 1)
         torch.testing.assert_close(steps, stock(inputs["input_ids"][:1]).logits[:, 9:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.parametrize("family", ["phi3", "phi3_partial"])
+def test_attention_kernels_on_slices_of_one_projection(family: str) -> None:
+    stock = build(family, head_dim=16).to("cuda")
+    ours = copy.deepcopy(stock)
+    unsloth_plugins.apply(ours, attention="triton", layers="triton", loss=None)
+    for name, batch in batches("cuda").items():
+        if name != "padded":  # its padded tokens differ, see above
+            want, got = (loss_and_grads(model, **batch) for model in (stock, ours))
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.gpu
