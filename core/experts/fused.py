@@ -360,8 +360,16 @@ def _spread(adapters: Sequence[torch.Tensor], present: Sequence[bool]) -> list[t
 
 
 def can_fuse(*loras: Sequence[ExpertLora]) -> bool:
-    """Whether this function serves: at most one adapter a projection, without dropout."""
-    return all(len(lora) <= 1 and not any(term.dropout for term in lora) for lora in loras)
+    """Whether this function serves: adapters without dropout."""
+    return not any(term.dropout for lora in loras for term in lora)
+
+
+def _joined(lora: Sequence[ExpertLora]) -> Sequence[ExpertLora]:
+    """Several adapters as one, of the sum of their ranks."""
+    if len(lora) < 2:
+        return lora
+    a_ErI = torch.cat([term.a_ErI * term.scaling for term in lora], 1)
+    return (ExpertLora(a_ErI, torch.cat([term.b_ErO for term in lora], 1), 1.0),)
 
 
 def experts_fused(
@@ -383,6 +391,7 @@ def experts_fused(
 ) -> torch.Tensor:
     """See ``op.experts``; N tokens here are all, not one tile. ``can_fuse`` says when it may be called."""
     given: list[torch.Tensor | None] = []
+    gate_up_lora, down_lora = _joined(gate_up_lora), _joined(down_lora)
     for lora in (gate_up_lora, down_lora):
         given += [lora[0].a_ErI, lora[0].b_ErO] if lora else [None, None]
     present = tuple(tensor is not None for tensor in given)

@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from unsloth_plugins.core.device import supports_grouped_mm, why_no_triton
 from unsloth_plugins.core.errors import ShapeError, UnsupportedError
 from unsloth_plugins.core.experts.few import experts_few
-from unsloth_plugins.core.experts.fused import can_fuse, experts_fused
+from unsloth_plugins.core.experts.fused import TILE, can_fuse, experts_fused
 from unsloth_plugins.core.experts.gemm import GEMMS
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.matmul import ExpertLora, Weight
@@ -109,6 +110,17 @@ def resolve_implementation(
     return "reference", f"no grouped GEMM for {reason}"
 
 
+def _in_tiles(
+    run: Any, x_NH: torch.Tensor, w1: Any, b1: Any, w2: Any, b2: Any, index_NK: Any, weight_NK: Any, **options: Any
+) -> torch.Tensor:
+    """``run`` on some tokens at a time, each time under a checkpoint, whose recompute draws the same dropout."""
+    parts = [
+        checkpoint(run, x_TH, w1, b1, w2, b2, index_TK, weight_TK, use_reentrant=False, **options)
+        for x_TH, index_TK, weight_TK in zip(*(t.split(TILE) for t in (x_NH, index_NK, weight_NK)), strict=True)
+    ]
+    return torch.cat(parts)
+
+
 def experts(
     x_NH: torch.Tensor,
     gate_up_EHJ: Weight,
@@ -137,8 +149,9 @@ def experts(
         activation: how gate and up lie in J, and what becomes of them.
         gate_up_lora, down_lora: adapters, in any floating dtype; the products are in the dtype of ``x_NH``.
         implementation: ``grouped_mm`` and ``triton``, which differ in the grouped GEMM, work through the tokens in
-            tiles and keep only the input, where a projection has at most one adapter, without dropout; otherwise they
-            keep the activations. A few tokens without gradients take only the matrices of their own experts.
+            tiles and keep only the input; with dropout in an adapter, and on other devices than CUDA, by a checkpoint
+            for each tile, which runs the experts forward once more. A few tokens without gradients take only the
+            matrices of their own experts.
         hold: let the tiled form keep the first projection's output, 4 I K bytes a token, and not recompute it in
             backward. The other forms keep it in any case.
         decoded: where the tiled form may leave packed weights that it has decoded, for its next passes.
@@ -180,6 +193,8 @@ def experts(
         fusible = x_NH.is_cuda and can_fuse(gate_up_lora, down_lora)
         run = functools.partial(experts_fused, hold=hold, decoded=decoded) if fusible else experts_grouped
         run = functools.partial(run, gemm=gemm, weights_limit=weights_limit)
+        if not fusible and x_NH.shape[0] > TILE:
+            run = functools.partial(_in_tiles, run)
         if fusible and not torch.is_grad_enabled() and index_NK.numel() < n_experts:
             run = experts_few
     return run(

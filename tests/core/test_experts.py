@@ -8,7 +8,7 @@ from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 
 from unsloth_plugins.core.errors import ShapeError, UnsupportedError
-from unsloth_plugins.core.experts import ExpertLora, experts, top_k_routing
+from unsloth_plugins.core.experts import ExpertLora, experts, op, top_k_routing
 from unsloth_plugins.core.experts.few import experts_few
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.op import _WideProduct, resolve_implementation
@@ -108,6 +108,38 @@ def test_few_tokens_with_the_matrices_of_their_own_experts(packed: bool) -> None
     options = dict(activation=GPT_OSS, gate_up_lora=lora, down_lora=down_lora)
     want = experts(x, *arguments, index, weight, **options)
     torch.testing.assert_close(experts_few(x, *arguments, index, weight, **options), want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_what_is_not_fused_goes_in_checkpointed_tiles(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal to the same stretches of tokens without checkpoints, masks too, and with less memory."""
+    monkeypatch.setattr(op, "TILE", 8)
+    torch.manual_seed(0)
+    n_experts, hidden, size, tokens = 5, 16, 64, 29
+    base = [torch.randn(s) for s in ((n_experts, hidden, 2 * size), (n_experts, 2 * size), (n_experts, size, hidden))]
+    base.append(torch.randn(n_experts, hidden))
+    shapes = ((tokens, hidden), (tokens, 2), (5, 8, hidden), (5, 8, 2 * size), (5, 8, size), (5, 8, hidden))
+    leaves = [torch.randn(s).requires_grad_() for s in shapes]
+    index = torch.randint(n_experts, (tokens, 2))
+    x, weight, a1, b1, a2, b2 = leaves
+    loras = dict(gate_up_lora=[ExpertLora(a1, b1, 0.5, p)], down_lora=[ExpertLora(a2, b2, 0.25, p)])
+
+    def by_hand() -> torch.Tensor:
+        rows = zip(*(t.split(8) for t in (x, index, weight)), strict=True)
+        parts = [experts_grouped(x_, *base, i_, w_, activation=GPT_OSS, **loras) for x_, i_, w_ in rows]
+        return torch.cat(parts)
+
+    results, saved = [], []
+    for run in (by_hand, lambda: experts(x, *base, index, weight, implementation="grouped_mm", **loras)):
+        torch.manual_seed(3)
+        kept: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t), t)[1], lambda t: t):
+            y = run()
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
+        sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
+        saved.append(sum(sizes.values()))
+    torch.testing.assert_close(*results)
+    assert saved[1] <= 4 * sum(each.numel() for each in (*base, *leaves)) + 8 * index.numel() < saved[0] / 2
 
 
 def test_errors_say_what_to_do() -> None:

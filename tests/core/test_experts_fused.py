@@ -45,7 +45,7 @@ def test_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "29 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "30 passed" in done.stdout, done.stdout[-3000:]
 
 
 def _case(device: str, dtype: torch.dtype, tokens: int, rank: int = 8):  # type: ignore[no-untyped-def]
@@ -129,6 +129,29 @@ def test_output_and_every_gradient(device: str, dense: bool, rank: int, which: t
         weights = [w.dense(dtype).contiguous() for w in weights]
     case = (weights, biases, index, leaves)
     _compare(case, which)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_several_adapters_are_one_of_the_sum_of_their_ranks(device: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(fused, "TILE", 16)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    weights, biases, index, (x, weight, *adapters) = _case(device, dtype, 37, 8)
+    results = []
+    for kind, of in ((experts_loop, torch.float64), (experts_loop, dtype), (fused.experts_fused, dtype)):
+        bases = [w.dense(of) for w in weights] if of == torch.float64 else weights
+        leaves = [t.to(of if t is x or of == torch.float64 else t.dtype) for t in (x, weight, *adapters)]
+        x_NH, weight_NK, a1, b1, a2, b2 = leaves = [t.detach().requires_grad_() for t in leaves]
+        loras = [
+            [ExpertLora(a, b, 0.5), ExpertLora(a[:, :3] ** 2, b[:, :3] ** 2, -1.5)] for a, b in ((a1, b1), (a2, b2))
+        ]
+        biases_of = [b.to(of) for b in biases]
+        terms = dict(gate_up_lora=loras[0], down_lora=loras[1])
+        y = kind(x_NH, bases[0], biases_of[0], bases[1], biases_of[1], index, weight_NK, **terms, **OPTIONS)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        results.append([y, *torch.autograd.grad(y, leaves, dy)])
+    for number, (want, loop, ours) in enumerate(zip(*results, strict=True)):
+        error, room = ((each.double() - want).norm() / want.norm() for each in (ours, loop))
+        assert error <= 2 * room + 1e-6, f"{number}: {error:.1e} against {room:.1e}"
 
 
 def _with_base(kind, case, trained, dtype=None):  # type: ignore[no-untyped-def]
