@@ -246,6 +246,7 @@ class Stepper:
                 answer["loss"], answer["grad_norm"] = found
 
         try:
+            _reset_memory()  # `auto` learns from the peak of a step, which a longer one's would hide
             if warm_up:
                 step(warm_up)
             gc.collect()
