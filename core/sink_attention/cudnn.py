@@ -5,8 +5,8 @@ backward pass of flash attention is that of the sink attention when it is given 
 forms the probabilities as exp(s - L) and their mean as the sum of do o' (Dao, FlashAttention-2, arXiv:2307.08691,
 algorithm 2). The sink's own gradient is the sum of -exp(sink - L) do o'.
 
-The backward pass sums dq in float32, so it runs by groups of key/value heads as in `fa4`. Its sums are in no fixed
-order.
+The backward pass sums dq in float32 and makes dk and dv of every query head, so it runs by groups of key/value heads as
+in `fa4`. Its sums are in no fixed order.
 
 Shape suffixes as in `op`.
 """
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from unsloth_plugins.core.offload.survivors import survive
 from unsloth_plugins.core.sink_attention.fa4 import GROUP_BYTES
 
+WORK_BYTES = 8  # of an element of q: float32 sums of dq, and dk and dv of every query head
 PRODUCT_BYTES = 32 << 20  # of float32 do * o for the sink's gradient
 
 
@@ -78,7 +79,7 @@ class _Cudnn(torch.autograd.Function):
             do = torch.empty_like(o_BHTD).copy_(do)
         heads, kv_heads = q.shape[1], k.shape[1]
         ratio = heads // kv_heads
-        groups = max(ctx.head_groups, -(-q.numel() * 4 // GROUP_BYTES))
+        groups = max(ctx.head_groups, -(-q.numel() * WORK_BYTES // GROUP_BYTES))
         step = max(1, kv_heads // min(groups, kv_heads))
         grads = [torch.empty_like(x) for x in (q, k, v)] if step < kv_heads else []
         dsink_H = torch.empty_like(sink_H, dtype=torch.float32) if ctx.needs_input_grad[3] else None
@@ -112,7 +113,7 @@ def sink_attention_cudnn(
     """Full causal attention with sinks by cuDNN; arguments as `op.sink_attention` has validated them, T = S.
 
     Args:
-        head_groups: at least so many groups of heads in backward; more where float32 sums of dq would pass 256 MiB.
+        head_groups: at least so many groups of heads in backward; more where what it sums in would pass 256 MiB.
 
     Returns:
         o_BTHD in the dtype of q.
