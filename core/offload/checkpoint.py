@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -169,7 +170,11 @@ class LayerCheckpoint:
             before = budget.memory.allocated(device)
             try:
                 return function(*args, **kwargs)
-            finally:  # a recompute ends early, by an exception
+            except Exception as error:
+                if type(error).__module__ == checkpoint.__module__:  # the recompute ended early, it is no failure
+                    traceback.clear_frames(error.__traceback__)  # they hold what a finished layer does not
+                raise
+            finally:
                 left = max(budget.memory.allocated(device) - before, 0)
                 waiting = input_bytes if waits else 0
                 budget.measured(index, tokens, left + input_bytes, waiting, survivors.offered_bytes)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import batch_of, loss_and_grads, tiny_gpt_oss, tiny_llama, twin
+from live_bytes import LiveBytes
 from simulated_copies import SimulatedCopies
 from torch import nn
 
@@ -315,6 +316,40 @@ def test_kept_layers_run_once_and_gradients_stay_the_same(make) -> None:  # type
     with torch.no_grad():
         ours(**batch)
     assert counted.take() == [1] * 4
+
+
+class Live(FakeMemory):
+    """Has room for everything, and knows what the test's tensors take."""
+
+    def __init__(self, alive: LiveBytes) -> None:
+        super().__init__(10**9)
+        self.alive = alive
+
+    def allocated(self, device: torch.device) -> int:
+        return self.alive.now()
+
+
+@pytest.mark.parametrize("make", [tiny_gpt_oss, tiny_llama])
+def test_what_a_recompute_leaves_is_what_a_layer_keeps(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the frames of a recompute that ended early still hold."""
+    model = make(num_hidden_layers=4).bfloat16()
+    budget = apply(model, attention="eager", gradient_checkpointing=True).budget
+    assert budget is not None
+    batch = batch_of(1, 64)
+    with LiveBytes(*model.parameters()) as alive:
+        budget.memory = Live(alive)
+        loss_and_grads(model, **batch)
+        model.zero_grad()
+        estimates = [budget._seen[index].kept_bytes for index in range(4)]
+        before: list[int] = []
+        keeps = budget.keeps
+        monkeypatch.setattr(budget, "keeps", lambda index: before.append(alive.now()) or keeps(index))
+        loss_and_grads(model, **batch)
+    assert budget.plan is not None and budget.plan.first_kept == 0
+    taken = [after - begun for begun, after in zip(before, before[1:], strict=False)]
+    excess = [estimate - each for estimate, each in zip(estimates, taken, strict=False)][1:]  # the first also has masks
+    allowed = budget._seen[0].input_bytes  # which the plain norms here do not keep: they have a float32 copy
+    assert all(0 <= each <= allowed for each in excess)
 
 
 def test_policies_reach_the_store_and_the_loss() -> None:
