@@ -27,10 +27,11 @@ class UnslothConfig:
     """What ``apply`` does to a model. ``None`` means off; the defaults are right for someone who sets nothing."""
 
     attention: Literal["auto", "triton", "fa4", "cudnn", "flex", "eager"] | None = "auto"
-    """``auto`` takes over attention with sinks (gpt-oss), by the fastest kernels that run, and leaves other models on
-    their own implementation, but for ``sdpa`` under ``memory_policy="min_memory"``; ``triton`` (our kernels), ``fa4``
-    (flash-attn-4), ``cudnn`` (torch's, for whole rows), ``flex`` (torch's flex attention) and ``eager`` (plain PyTorch)
-    take over every recognised attention and raise where they can't; ``None`` leaves all alone."""
+    """``auto`` takes over attention with sinks (gpt-oss), by the fastest kernels that run, and ``sdpa`` of other models
+    where kernels are known to be faster (head sizes 64 and 128 on Hopper) or under ``memory_policy="min_memory"``; what
+    else was chosen for a model stays. ``triton`` (our kernels), ``fa4`` (flash-attn-4), ``cudnn`` (torch's, for whole
+    rows), ``flex`` (torch's flex attention) and ``eager`` (plain PyTorch) take over every recognised attention and
+    raise where they can't; ``None`` leaves all alone."""
 
     experts: Literal["auto", "reference", "grouped_mm", "triton"] | None = "auto"
     """Mixture-of-experts layers: ``grouped_mm`` and ``triton`` are one grouped GEMM for all experts, torch's (bf16 on

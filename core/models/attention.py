@@ -39,7 +39,7 @@ def why_not(parts: ModelParts, *, asked: bool) -> str | None:
         return None
     current = config._attn_implementation
     if not parts.has_sinks:
-        return f"no sinks; {current} stays"
+        return None if beats_sdpa(parts) else f"no sinks; {current} stays"
     if current not in ("eager", NAME):
         return f"{current} was chosen for this model"
     return None
@@ -48,11 +48,24 @@ def why_not(parts: ModelParts, *, asked: bool) -> str | None:
 def needs_less_memory(parts: ModelParts) -> bool:
     """Whether our kernels run in place of torch's ``sdpa``, whose backward holds more of every token.
 
-    It keeps o to the end, sums dq in float32, and makes dk and dv for every query head. Another implementation than
-    ``sdpa``, which is transformers' default, was chosen by somebody, and stays.
+    It keeps o to the end, sums dq in float32, and makes dk and dv for every query head.
     """
-    if why_not(parts, asked=True) is not None:
-        return False
+    return why_not(parts, asked=True) is None and _has_sdpa_to_replace(parts)
+
+
+def beats_sdpa(parts: ModelParts) -> bool:
+    """Whether the table knows a backend for the full layers of a model without sinks.
+
+    It may run the kernels that ``sdpa`` runs. But what it computed can survive until a checkpoint's recompute, and
+    packed documents and padding need no mask of T x S.
+    """
+    capped = getattr(parts.layers[0].attention.config, "attn_logit_softcapping", None)  # type: ignore[union-attr]
+    return capped is None and _has_sdpa_to_replace(parts) and bool(faster(_call(parts)))
+
+
+def _has_sdpa_to_replace(parts: ModelParts) -> bool:
+    """Whether the model runs ``sdpa`` where our kernels can. Another implementation than transformers' default was
+    chosen by somebody, and stays."""
     attention: Any = parts.layers[0].attention
     if attention.config._attn_implementation != "sdpa" or getattr(attention, "is_causal", True) is False:
         return False
@@ -152,6 +165,8 @@ def take_attention(
     backend = _backend_of_all(parts, choice)
     _patch(parts, patches, configs, backend)
     note = ", in place of sdpa, which needs more memory" if sparing else _BY_RANK_0 if backend != choice else ""
+    if not (note or parts.has_sinks) and choice == "auto":
+        note = ", in place of sdpa, which a checkpoint's recompute would run again"
     return TakenAttention(parts, backend, note)
 
 

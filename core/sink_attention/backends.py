@@ -40,11 +40,11 @@ class Measured:
 
 
 # (major compute capability, padded head size) -> what `auto` takes for attention without a window, the best first. What
-# is not here, and every window, is Triton's. Sources: the whole steps of benchmarks/results/h200-2026-12-02-step.json,
-# where flash-attn-4 lost at 2,048 tokens and won at 8,192 and 32,768.
+# is not here, and every window, is Triton's. Sources: benchmarks/results/h200-2026-12-03-attention.json; the steps
+# of h200-2026-12-02-step.json, where flash-attn-4 lost at 2,048 tokens and won at 8,192 and 32,768.
 FASTER: dict[tuple[int, int], tuple[Measured, ...]] = {
     (9, 64): (Measured("fa4", 4096, Version("4.0.0b36")), Measured("cudnn", 1024, Version("9.10"))),
-    (9, 128): (Measured("cudnn", 1024, Version("9.10")),),
+    (9, 128): (Measured("fa4", 4096, Version("4.0.0b36")), Measured("cudnn", 1024, Version("9.10"))),
 }
 
 

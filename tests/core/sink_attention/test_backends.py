@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_gpt_oss
+from conftest import tiny_gpt_oss, tiny_llama
 from packaging.version import Version
 
 from unsloth_plugins.core import apply
@@ -37,7 +37,7 @@ def test_the_table_gives_long_full_attention_to_flash_attn_4_and_nothing_else(ho
         replace(LONG, queries=1),
         replace(LONG, window=128),
         replace(LONG, window=4096),
-        replace(LONG, head_size=128),
+        replace(LONG, head_size=256),
         replace(LONG, dtype=torch.float32),
         replace(LONG, softcap=True),
     ):
@@ -50,7 +50,11 @@ def test_the_table_gives_long_full_attention_to_flash_attn_4_and_nothing_else(ho
 def test_the_table_gives_whole_rows_to_cudnn_where_nothing_faster_is_installed(hopper: pytest.MonkeyPatch) -> None:
     hopper.setattr(backends, "cudnn_version", lambda: backends.FASTER[9, 128][-1].version)
     wide = replace(LONG, head_size=128)
-    assert [resolve_backend("auto", call)[0] for call in (LONG, wide)] == ["fa4", "cudnn"]
+    short = replace(wide, queries=2048, keys=2048)
+    assert [resolve_backend("auto", call)[0] for call in (LONG, wide, short)] == ["fa4", "fa4", "cudnn"]
+    hopper.setattr(backends, "fa4_version", lambda: None)
+    resolve_backend.cache_clear()
+    assert [resolve_backend("auto", call)[0] for call in (LONG, wide)] == ["cudnn", "cudnn"]
     for other in (
         {"queries": 1},
         {"window": 128},
@@ -63,14 +67,26 @@ def test_the_table_gives_whole_rows_to_cudnn_where_nothing_faster_is_installed(h
         {"elements": 1 << 31},
     ):
         assert resolve_backend("auto", replace(wide, **other))[0] == "triton", other  # type: ignore[arg-type]
-    hopper.setattr(backends, "fa4_version", lambda: None)
-    resolve_backend.cache_clear()
-    assert resolve_backend("auto", LONG)[0] == "cudnn"
     hopper.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
     resolve_backend.cache_clear()
     assert resolve_backend("auto", LONG)[0] == "triton"
     with pytest.raises(UnsupportedError, match=r"enable_cudnn_sdp\(False\)"):
         resolve_backend("cudnn", LONG)
+
+
+def test_a_dense_model_leaves_sdpa_where_the_table_knows_better(hopper: pytest.MonkeyPatch) -> None:
+    hopper.setattr(backends, "fa4_version", lambda: None)
+    hopper.setattr(backends, "cudnn_version", lambda: backends.FASTER[9, 128][-1].version)
+    model = tiny_llama(head_dim=128).to(torch.bfloat16)
+    hopper.setattr(type(model), "device", torch.device("cuda"))
+    applied = apply(model)
+    assert "cudnn on full layers from" in applied.report() and "in place of sdpa" in applied.report()
+    applied.undo()
+    model.config._attn_implementation = "eager"  # somebody's choice
+    assert "eager stays" in apply(model).report()
+    hopper.setattr(backends, "cudnn_version", lambda: None)
+    model = tiny_llama(head_dim=128).to(torch.bfloat16)
+    assert "sdpa stays" in apply(model).report()
 
 
 def test_what_flash_attn_4_was_not_tested_with_is_left_to_triton_or_refused(hopper: pytest.MonkeyPatch) -> None:
