@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rows, step
-from benchmarks.models import WEIGHTS, config_of
+from benchmarks.models import config_of
 from unsloth_plugins.core.planner import plan
 
 _GRID = 256  # tokens
@@ -47,20 +47,37 @@ class Run:
 
 _LONGEST = "--in-memory --policy min_memory --warm-up 1024"
 _ONCE = f"{_LONGEST} --steps 1 --repeats 1"  # a step of minutes; the short one before it compiles
+_MISTRAL = "--model mistral-7b"
 RUNS = {
-    "gpt-oss-mxfp4": Run("--ctx 2048,8192,32768,65536 --peers unsloth,ours_triton --repeats 2"),
+    "gpt-oss-mxfp4": Run("--ctx 2048,8192,32768 --peers unsloth,ours_triton --repeats 2"),
+    "gpt-oss-mxfp4-64k": Run("--ctx 65536 --peers unsloth,ours_triton --steps 1 --repeats 1"),
+    "gpt-oss-flex": Run("--ctx 8192,32768 --peers unsloth,ours_flex --repeats 1"),
+    "gpt-oss-skewed": Run("--routing skewed --ctx 8192,32768 --peers unsloth --repeats 1"),
     "gpt-oss-bf16": Run("--weights bf16 --ctx 2048,8192,32768 --peers transformers --repeats 2"),
+    "gpt-oss-full": Run("--train full --weights bf16 --in-memory --cap-gib 141 --ctx 2048 --repeats 1"),
+    "gpt-oss-120b": Run("--model gpt-oss-120b --ctx 2048,8192 --repeats 1"),
     "gpt-oss-min-memory": Run("--policy min_memory --ctx 8192,65536 --repeats 1"),
-    "mistral-nf4": Run("--model mistral-7b --ctx 2048,8192,32768 --peers unsloth,transformers --repeats 2"),
+    "gpt-oss-16k": Run("--in-memory --weights streamed --cap-gib 15 --ctx 16384 --repeats 1"),
+    "mistral-nf4": Run(f"{_MISTRAL} --ctx 2048,8192,32768 --peers unsloth,transformers,ours_triton --repeats 2"),
+    "mistral-nf4-64k": Run(f"{_MISTRAL} --ctx 65536 --peers unsloth,ours_triton --steps 1 --repeats 1"),
+    "mistral-min-memory": Run(f"{_MISTRAL} --policy min_memory --ctx 8192,65536 --repeats 1"),
+    "mistral-fp16": Run(f"{_MISTRAL} --in-memory --dtype float16 --cap-gib 15 --ctx 16384 --repeats 1"),
+    "gemma-nf4": Run("--model gemma-7b --ctx 2048,8192 --peers transformers --repeats 1"),
     "gpt-oss-131k": Run(f"{_ONCE} --cap-gib 23 --ctx 131072"),
     "gpt-oss-700k": Run(f"{_ONCE} --ctx 700000"),
-    "mistral-300k": Run(f"--model mistral-7b {_ONCE} --cap-gib 23 --ctx 300000"),
-    "mistral-400k": Run(f"--model mistral-7b {_ONCE} --ctx 400000"),
+    "gpt-oss-bf16-400k": Run(f"{_ONCE} --weights bf16 --ctx 400000"),
+    "mistral-300k": Run(f"{_MISTRAL} {_ONCE} --cap-gib 23 --ctx 300000"),
+    "mistral-400k": Run(f"{_MISTRAL} {_ONCE} --ctx 400000"),
+    "million-two-layers": Run(f"{_ONCE} --layers 2 --ctx 700000,1000000"),
     "longest-15": Run(f"{_LONGEST} --cap-gib 15 --weights streamed", longest=True),
     "longest-23": Run(f"{_LONGEST} --cap-gib 23", longest=True),
     "longest-47": Run(f"{_LONGEST} --cap-gib 47", longest=True),
-    "million-two-layers": Run(f"{_ONCE} --layers 2 --ctx 700000,1000000"),
     "longest-79": Run(f"{_LONGEST} --cap-gib 79", longest=True),
+    "longest-bf16-79": Run(f"{_LONGEST} --weights bf16 --cap-gib 79", longest=True),
+    **{
+        f"mistral-longest-{gib}": Run(f"{_MISTRAL} {_LONGEST} --cap-gib {gib}", longest=True)
+        for gib in (7, 11, 15, 23, 79)
+    },
 }
 _LIMITS = ("cap_gib", "weights", "ctx", "peak_gib", "reserved_gib", "host_gib", "tok_s", "predicted", "too_long")
 
@@ -116,7 +133,7 @@ def one_step(options: argparse.Namespace, ctx: int, log: Path) -> Row:
     Raises:
         RuntimeError: it failed for another reason than memory.
     """
-    settings = step.settings_of(argparse.Namespace(**vars(options) | {"ctx": [ctx]}), None, options.expert_layers)
+    settings = step.settings_of(argparse.Namespace(**vars(options) | {"ctx": [ctx]}), None)
     worker = step.Worker("ours", settings, options.path, log)
     try:
         answer = worker.about
@@ -131,7 +148,10 @@ def one_step(options: argparse.Namespace, ctx: int, log: Path) -> Row:
 
 def measure_longest(options: argparse.Namespace, host_ram_gib: float, folder: Path) -> list[Row]:
     """The longest context under the cap: one row."""
-    options.weights = weights = options.weights or WEIGHTS[options.model][0]
+    step.check(options)
+    if options.train == "full":
+        raise RuntimeError("the planner describes LoRA; expected --train lora for the longest context.")
+    weights = options.weights
     placed = {"weights": "streamed"} if weights == "streamed" else {}
     dtype: Any = "mxfp4" if weights == "streamed" else weights
     planned = plan(
@@ -174,7 +194,7 @@ def _measure(run: Run, options: argparse.Namespace, folder: Path) -> list[Row]:
         return measure_longest(asked, options.host_ram_gib or _host_gib(), folder)
     if not asked.in_memory:
         checkpoints.mkdir(parents=True, exist_ok=True)
-        asked.checkpoint = checkpoints / asked.model
+        asked.checkpoint = checkpoints / f"{asked.model}-{asked.routing}"
     status = step.run(asked)
     found: list[Row] = json.loads(asked.json.read_text())
     if status:
@@ -217,7 +237,10 @@ def _versions(found: Iterable[Row]) -> str:
     return ", ".join(f"{name} {merged[name]}" for name in names if name in merged)
 
 
-_SETUP = ("model", "layers", "cap_gib", "lora_rank", "optimizer", "dtype", "routing", "gpu", "date", "commit")
+_SETUP = (
+    *("model", "layers", "cap_gib", "train", "lora_rank", "expert_layers", "optimizer", "dtype", "routing"),
+    *("gpu", "date", "commit"),
+)
 
 
 def groups(found: list[Row]) -> list[list[Row]]:
@@ -233,11 +256,13 @@ def by_label(group: list[Row]) -> dict[str, dict[int, Row]]:
     """The rows of each implementation by length; weights and policy are in its name where they differ."""
     policies = {row["policy"] for row in group if row["policy"]}
     weights = {row["weights"] for row in group}
+    pairs = {bool(row.get("pairs")) for row in group}
     out: dict[str, dict[int, Row]] = {}
     for row in group:
         parts = [row["impl"]]
         parts += [row["weights"]] if len(weights) > 1 else []
         parts += [row["policy"]] if len(policies) > 1 and row["policy"] else []
+        parts += ["pairs"] if len(pairs) > 1 and row.get("pairs") else []
         out.setdefault(", ".join(parts), {})[row["ctx"]] = row
     return dict(sorted(out.items(), key=lambda item: item[0].startswith("ours")))  # peers first
 
@@ -259,6 +284,9 @@ def _markdown(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+_USUAL = {"dtype": "bfloat16", "routing": "balanced"}
+
+
 def step_table(group: list[Row]) -> str:
     """Tokens/s and peaks by length; the others with how many times Unsloth's speed, or transformers' without it."""
     labels, first = by_label(group), group[0]
@@ -269,7 +297,9 @@ def step_table(group: list[Row]) -> str:
         [f"{ctx:,}", *(_cell(got.get(ctx), labels[peer].get(ctx) if peer else None) for got in labels.values())]
         for ctx in lengths
     ]
-    about = f"{first['model']}, {first['layers']} layers, LoRA r={first['lora_rank']}, {first['optimizer']}"
+    trained = "all weights" if first.get("train") == "full" else f"LoRA r={first['lora_rank']}"
+    about = f"{first['model']}, {first['layers']} layers, {trained}, {first['optimizer']}"
+    about += "".join(f", {first[name]}" for name, usual in _USUAL.items() if first.get(name, usual) != usual)
     about += f", {first['gpu']} capped to {first['cap_gib']:g} GiB, {first['date']}, {first['commit']}"
     head = ["tokens", *(f"{label}: tokens/s (peak GiB)" for label in labels)]
     return f"{about} ({_versions(group)}):\n\n{_markdown(head, body)}\n\n{_agreement(group)}".rstrip()

@@ -1,5 +1,9 @@
 """One training step of gpt-oss, Mistral-7B or Gemma-7B at true size, LoRA on all linear layers, against its peers.
 
+`--train full` trains all weights of a gpt-oss in bf16 instead. The 20.9 billion of gpt-oss-20b take 39 GiB, their bf16
+gradients 39 and the two states of adamw_8bit 40: an H200 without a cap holds them (`--in-memory --cap-gib 141`), a
+smaller card with fewer `--layers`. Only the sums of one layer's experts, or of the head, grow in float32.
+
 Every implementation runs in a process of its own from the same checkpoint of random weights; they take turns, some
 steps in a row after untimed ones, and medians are reported. The learning rate is zero, so every step sees the same
 weights. With `--in-memory` there is no checkpoint, and ours alone. gpt-oss-120b is never written: LoRA is on attention
@@ -58,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--in-memory",
         action="store_true",
-        help="no checkpoint, no peers but ours_triton; gpt-oss-120b is always built like this",
+        help="no checkpoint, no peers but ours_...; gpt-oss-120b is always built like this",
     )
     parser.add_argument(
         "--expert-layers", type=int, help="LoRA on the experts of so many last layers (all; gpt-oss-120b: 4)"
@@ -70,9 +74,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of everything that is not packed, and of autocast (%(default)s); float16 with a gradient scaler",
     )
     parser.add_argument("--ctx", type=_lengths, default="2048,8192", help="lengths in tokens (%(default)s)")
-    parser.add_argument("--cap-gib", type=float, default=79.0, help="memory cap (%(default)s, an 80 GB card)")
+    parser.add_argument(
+        "--cap-gib",
+        type=float,
+        default=79.0,
+        help="memory cap (%(default)s, an 80 GB card); what the card does not have is no cap",
+    )
     parser.add_argument("--policy", choices=sorted(POLICIES), default="auto")
     parser.add_argument("--pairs", action="store_true", help="ours with checkpoint_pairs=True")
+    parser.add_argument(
+        "--train", choices=("lora", "full"), default="lora", help="full: all weights, of --weights bf16"
+    )
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--routing", choices=("balanced", "skewed"), default="balanced")
@@ -236,15 +248,16 @@ def disagreements(steps: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def settings_of(options: argparse.Namespace, folder: Path | None, expert_layers: int | None) -> dict[str, Any]:
+def settings_of(options: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
     """What a worker is told; without a ``folder`` it builds the model in memory."""
     return {
         "path": None if folder is None else str(folder),
         "model": options.model,
         "layers": options.layers,
         "routing": options.routing,
-        "expert_layers": expert_layers,
+        "expert_layers": options.expert_layers,
         "weights": options.weights,
+        "train": options.train,
         "rank": options.lora_rank,
         "policy": options.policy,
         "pairs": options.pairs,
@@ -255,48 +268,64 @@ def settings_of(options: argparse.Namespace, folder: Path | None, expert_layers:
     }
 
 
-def run(options: argparse.Namespace) -> int:
-    """Write or find the checkpoint, start the processes, print a table."""
-    peers = [name for name in options.peers.split(",") if name]
+def check(options: argparse.Namespace) -> None:
+    """Fill in what depends on the model: ``weights``, ``in_memory``, ``expert_layers``; ``peers`` as a list.
+
+    Raises:
+        SystemExit: options that exclude each other.
+    """
+    options.peers = peers = [name for name in options.peers.split(",") if name]
     for name in peers:
         if name not in BUILDERS or name == "ours":
             sys.exit(f"--peers: expected any of {', '.join(sorted(set(BUILDERS) - {'ours'}))}; got {name!r}.")
+    others = [name for name in peers if not name.startswith("ours")]
     options.weights = options.weights or WEIGHTS[options.model][0]
     largest = options.model == "gpt-oss-120b"
-    in_memory = options.in_memory or largest
-    if in_memory and set(peers) - {"ours_triton"}:
-        sys.exit("a model built in memory: expected no --peers but ours_triton; the others read a checkpoint.")
-    if options.expert_layers is not None and (peers or options.model not in SIZES):
-        sys.exit("--expert-layers: expected a gpt-oss and no --peers, which adapt all layers.")
-    expert_layers = 4 if largest and options.expert_layers is None else options.expert_layers
+    options.in_memory = options.in_memory or largest
+    if options.in_memory and others:
+        sys.exit(f"a model built in memory: expected no --peers but ours_...; got {', '.join(others)}.")
+    if options.expert_layers is not None and (others or options.model not in SIZES):
+        sys.exit("--expert-layers: expected a gpt-oss and no --peers but ours_..., the others adapt all layers.")
+    if largest and options.expert_layers is None:
+        options.expert_layers = 4
     if options.weights not in WEIGHTS[options.model]:
         allowed = " or ".join(WEIGHTS[options.model])
         sys.exit(f"--weights: expected {allowed} for {options.model}; got {options.weights}.")
+    if options.train == "full" and (options.weights != "bf16" or options.expert_layers is not None):
+        sys.exit(f"--train full: expected --weights bf16 and no --expert-layers; got {options.weights}.")
+    if options.train == "full" and set(others) - {"transformers"}:
+        sys.exit(f"--train full: expected no --peers but transformers and ours_...; got {', '.join(others)}.")
     if options.dtype == "float16" and options.weights != "nf4":
         sys.exit(f"--dtype float16: expected --weights nf4; got {options.weights}. gpt-oss runs in bfloat16 here.")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write or find the checkpoint, start the processes, print a table."""
+    check(options)
     head = rows.common("step", options.commit)
     head |= {
         "model": options.model,
         "layers": config_of(options.model, options.layers).num_hidden_layers,
-        "lora_rank": options.lora_rank,
+        "train": options.train,
+        "lora_rank": options.lora_rank if options.train == "lora" else None,
         "optimizer": options.optimizer,
         "dtype": options.dtype,
         "routing": options.routing,
         "cap_gib": options.cap_gib,
-        "expert_layers": expert_layers,
+        "expert_layers": options.expert_layers,
     }
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.checkpoint or Path(scratch) / "model"
-        if not in_memory:
+        if not options.in_memory:
             find_or_write_checkpoint(folder, options.model, options.layers, options.routing)
         packed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        settings = settings_of(options, None if in_memory else folder, expert_layers)
+        settings = settings_of(options, None if options.in_memory else folder)
         logs = options.json.parent if options.json else Path(scratch)
         logs.mkdir(parents=True, exist_ok=True)
         out: list[dict[str, Any]] = []
         # transformers holds 16-bit weights: beside the others it would not leave them the capped memory.
-        phases = [[name] for name in peers if name == "transformers"]
-        phases.append(["ours", *(name for name in peers if name != "transformers")])
+        phases = [[name] for name in options.peers if name == "transformers"]
+        phases.append(["ours", *(name for name in options.peers if name != "transformers")])
         for phase in phases:
             paths = {"ours": options.path, "unsloth": options.peer_path}
             started = [Worker(name, settings, paths.get(name.split("_")[0]), logs / f"{name}.log") for name in phase]
@@ -307,7 +336,7 @@ def run(options: argparse.Namespace) -> int:
                     print(name, worker.about["error"], flush=True)
                     continue
                 workers.append(worker)
-                if "load" in worker.about and not in_memory:
+                if "load" in worker.about and not options.in_memory:
                     load = rows.common("load", options.commit) | {"impl": name, "model": options.model}
                     load |= {"weights": options.weights, "packed_gib": round(packed / 2**30, 3)}
                     out.append(load | worker.about["load"])

@@ -49,12 +49,15 @@ def _ours(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     else:
         base = _dequantised(options["path"], device_map)
     load = _memory() | {"load_s": round(time.perf_counter() - started, 1)}
-    targets = _targets(base.config.num_hidden_layers, options["expert_layers"])
-    model = get_peft_model(base, LoraConfig(r=options["rank"], lora_alpha=options["rank"], target_modules=targets))
+    if options["train"] == "full":
+        model = base.requires_grad_(True)
+    else:
+        targets = _targets(base.config.num_hidden_layers, options["expert_layers"])
+        model = get_peft_model(base, LoraConfig(r=options["rank"], lora_alpha=options["rank"], target_modules=targets))
     _checkpointed(model)
     given = dict(POLICIES[options["policy"]], checkpoint_pairs=options["pairs"])
-    if options["impl"] == "ours_triton":
-        given["attention"] = "triton"
+    if options["impl"] != "ours":
+        given["attention"] = options["impl"].removeprefix("ours_")
     if options["weights"] == "streamed":
         given["weights"] = "streamed"
     applied = unsloth_plugins.apply(model, **given)
@@ -86,6 +89,10 @@ def _transformers(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         _deterministic_adapters(model)
         return model, {"backend": model.config._attn_implementation}
     base = _dequantised(options["path"], device_map)
+    if options["train"] == "full":
+        model = base.requires_grad_(True)
+        _checkpointed(model)
+        return model, {"backend": "eager"}
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = LoraConfig(
         r=options["rank"], lora_alpha=options["rank"], target_modules=TARGETS[:4], target_parameters=parameters
@@ -124,6 +131,7 @@ def _unsloth(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 BUILDERS = {
     "ours": _ours,
+    "ours_flex": _ours,
     "ours_triton": _ours,
     "transformers": _transformers,
     "unsloth": _unsloth,
@@ -217,7 +225,8 @@ class Stepper:
         length = None
         if norm:
             self.scaler.unscale_(self.optimizer)
-            norms = [p.grad.float().norm() for p in self.trainable if p.grad is not None]
+            grads = [p.grad for p in self.trainable if p.grad is not None]
+            norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]  # no copy in float32
             length = torch.stack(norms).norm().item()
         self.scaler.step(self.optimizer)
         self.scaler.update()

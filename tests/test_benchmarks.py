@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -171,11 +172,70 @@ def test_the_longest_context_of_a_dense_model(tmp_path: Path, monkeypatch: pytes
     assert found[0][0]["predicted"] < found[1][0]["predicted"]  # host memory limits it there
 
 
+@pytest.mark.slow
+def test_all_weights_train_as_in_transformers(tmp_path: Path) -> None:
+    file, full = tmp_path / "rows.json", ("--train", "full", "--weights", "bf16", "--repeats", "1", "--ctx", "64")
+    done = bench(*full, "--peers", "transformers", "--json", str(file))
+    assert done.returncode == 0 and "They differ" not in done.stdout, done.stdout + done.stderr
+    stock, ours = (row for row in json.loads(file.read_text()) if row["bench"] == "step")
+    assert (stock["impl"], ours["impl"], ours["weights"]) == ("transformers", "ours", "bf16")
+    assert ours["trainable_params"] == stock["trainable_params"] > 0
+    assert all((row["train"], row["lora_rank"]) == ("full", None) and row["grad_norm"] > 0 for row in (ours, stock))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("benchmarks")
+def test_weights_gradients_and_states_of_full_training_are_of_16_and_8_bits() -> None:
+    import unsloth_plugins
+    from benchmarks.models import build, config_of
+    from benchmarks.worker import Stepper, _checkpointed
+
+    model = build(config_of("tiny", None), "bf16", "balanced", torch.device("cpu")).requires_grad_(True)
+    _checkpointed(model)
+    unsloth_plugins.apply(model)
+    stepper = Stepper(model, "adamw_8bit")
+    dtypes: set[torch.dtype] = set()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: dtypes.add(p.grad.dtype))  # type: ignore[union-attr]
+    stepper.step(32)
+    assert dtypes == {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    states = stepper.optimizer.state[model.model.layers[0].mlp.experts.gate_up_proj]
+    assert states["state1"].dtype == states["state2"].dtype == torch.uint8
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_every_run_of_the_records_can_be_run() -> None:
+    from benchmarks import records, step
+
+    for name, run in records.RUNS.items():
+        options = records.step_options(run.arguments)
+        step.check(options)
+        assert options.weights and not (run.longest and options.train == "full"), name
+        assert options.in_memory or not run.longest, name
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--train full", "expected --weights bf16"),
+        ("--train full --weights bf16 --peers unsloth", "no --peers but transformers and ours_...; got unsloth"),
+        ("--in-memory --peers ours_flex,unsloth", "no --peers but ours_...; got unsloth"),
+        ("--expert-layers 1 --peers transformers", "the others adapt all layers"),
+    ],
+)
+@pytest.mark.usefixtures("benchmarks")
+def test_options_of_step_that_exclude_each_other(line: str, message: str) -> None:
+    from benchmarks import records, step
+
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        step.check(records.step_options(line))
+
+
 def test_peers_that_do_not_exist_are_named() -> None:
     done = bench("--peers", "unslot")
     assert (
         done.returncode != 0
-        and "expected any of ours_triton, transformers, unsloth" in done.stderr
+        and "expected any of ours_flex, ours_triton, transformers, unsloth" in done.stderr
         and "'unslot'" in done.stderr
     )
 
