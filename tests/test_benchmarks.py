@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -252,19 +253,40 @@ def test_what_makes_rows_incomparable_is_found() -> None:
     assert len(found) == 2 and "trains 6" in found[0] and "1.0200 of ours" in found[1]
 
 
-@pytest.mark.slow
-def test_rows_of_experts(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    options = ["--model", "tiny", "--tokens", "16,40", "--blocks", "2", "--repeats", "2", "--lora-rank", "4"]
-    command = [sys.executable, "-m", "benchmarks", "experts", *options, "--json", str(file)]
+def rows_of_experts(file: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
+    tiny = ["--model", "tiny", "--blocks", "2", "--repeats", "2", "--lora-rank", "4", "--json", str(file)]
+    command = [sys.executable, "-m", "benchmarks", "experts", *tiny, *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(file.read_text())
+    return json.loads(file.read_text()), done.stdout
+
+
+@pytest.mark.slow
+def test_rows_of_experts(tmp_path: Path) -> None:
+    rows, printed = rows_of_experts(tmp_path / "rows.json", "--tokens", "16,40")
+    train, kernel = rows[:16], rows[16:]
     kinds = [("ours", "mxfp4"), ("ours", "streamed"), ("ours", "bf16"), ("transformers", "bf16")]
     order = [(*kind, routing, tokens) for routing in ("balanced", "skewed") for kind in kinds for tokens in (16, 40)]
-    assert [(row["impl"], row["weights"], row["routing"], row["tokens"]) for row in rows] == order
-    assert all(row["fwd_ms"] > 0 and row["bwd_ms"] > 0 and {"fwd_tflops", "peak_gib"} <= row.keys() for row in rows)
-    assert "ours: fwd 2M(HJ" in done.stdout
+    assert [(row["impl"], row["weights"], row["routing"], row["tokens"]) for row in train] == order
+    assert all(row["op"] == "train" and row["fwd_ms"] > 0 and row["bwd_ms"] > 0 for row in train)
+    assert all({"fwd_tflops", "peak_gib", "working_gib"} <= row.keys() for row in train)
+    assert "ours: fwd 2M(HJ" in printed
+    kinds = [(impl, dtype) for dtype in ("bfloat16", "float16", "float32") for impl in ("ours", "copy")]
+    assert [(row["impl"], row["dtype"]) for row in kernel] == kinds
+    numbers = 4 * 128 * 64  # experts, outputs and inputs of a layer: half a byte and a 32nd of one, read; written
+    for row, width in zip(kernel[::2], (2, 2, 4), strict=True):
+        n_bytes = numbers * (1 / 2 + 1 / 32 + width)
+        assert row["op"] == "dequantise" and row["gb_s"] == pytest.approx(n_bytes / row["ms"] / 1e6, rel=0.05, abs=0.06)
+
+
+@pytest.mark.slow
+def test_rows_of_experts_of_new_tokens(tmp_path: Path) -> None:
+    rows, _ = rows_of_experts(tmp_path / "rows.json", "--decode", "--routing", "balanced")
+    kinds = [("ours", "mxfp4"), ("ours", "streamed"), ("ours", "bf16")]
+    kinds += [("transformers_eager", "bf16"), ("transformers_batched_mm", "bf16")]
+    order = [(*kind, rank, batch) for rank in (0, 4) for kind in kinds for batch in (1, 8)]
+    assert [(row["impl"], row["weights"], row["lora_rank"], row["batch"]) for row in rows] == order
+    assert all(row["op"] == "decode" and row["ms"] > 0 for row in rows)
 
 
 @pytest.mark.slow
