@@ -33,6 +33,8 @@ from unsloth_plugins.core.offload.tail import Kept, keep
 
 TILE = 8192
 """Tokens of one tile: enough rows to run grouped GEMMs at full speed."""
+_FEW = 4
+"""Choices for each expert, up to which one without any is likely enough to look for: e^-4 under even routing."""
 
 
 @dataclass(eq=False)
@@ -54,6 +56,14 @@ def _route(index_NK: torch.Tensor, n_experts: int) -> _Routing:
     place_M = torch.empty_like(order_M)
     place_M[order_M] = torch.arange(order_M.shape[0], device=order_M.device)
     return _Routing(order_M // index_NK.shape[1], expert_M, ends_E, place_M.view_as(index_NK), order_M)
+
+
+def _used(index_NK: torch.Tensor, n_experts: int) -> torch.Tensor | None:
+    """Which experts were chosen, bool [E]; ``None`` for so many tokens that nearly all are."""
+    if index_NK.numel() > _FEW * n_experts:
+        return None
+    used_E = torch.zeros(n_experts, dtype=torch.bool, device=index_NK.device)
+    return used_E.index_fill_(0, index_NK.reshape(-1), True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +96,21 @@ class _Layer:
         return self.gate_up.shape[0]
 
     def projections(
-        self, x: torch.Tensor, adapters: Sequence[torch.Tensor | None], written: int | None = None
+        self,
+        x: torch.Tensor,
+        adapters: Sequence[torch.Tensor | None],
+        written: int | None = None,
+        used_E: torch.Tensor | None = None,
     ) -> tuple[Projection, Projection]:
-        """``written``: by which pass the adapters were last written into what is kept; ``None`` writes them."""
+        """``written``: by which pass the adapters were last written into what is kept; ``None`` writes them.
+        ``used_E``: see ``Term``; what is kept has all experts.
+        """
         a1, b1, a2, b2 = adapters
         terms = Term(self.gate_up, a1, b1, self.scalings[0]), Term(self.down, a2, b2, self.scalings[1])
         if self.decoded is not None and self.decoded.keeps(terms, x.dtype):
             return self.decoded.projections(terms, x.dtype, self.gemm, written)
-        return self._projection(terms[0], x.dtype), self._projection(terms[1], x.dtype)
+        first, second = (self._projection(term._replace(used_E=used_E), x.dtype) for term in terms)
+        return first, second
 
     def _projection(self, term: Term, dtype: torch.dtype) -> Projection:
         if self.weights_limit is None or not needs_memory(term):
@@ -109,11 +126,12 @@ def _forward(
     index: torch.Tensor,
     adapters: Any,
     held: list[torch.Tensor] | None = None,
+    used_E: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``held`` collects the first projection's output, one tensor [M, J] a tile."""
+    """``held`` collects the first projection's output, one tensor [M, J] a tile. ``used_E``: see ``Term``."""
     from unsloth_plugins.core.experts import kernels  # needs triton: only where it runs
 
-    first, second = layer.projections(x, adapters)
+    first, second = layer.projections(x, adapters, used_E=used_E)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for start in range(0, x.shape[0], TILE):
         part = slice(start, start + TILE)
@@ -407,7 +425,7 @@ def experts_fused(
     wanted = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in (x_NH, weight_NK, *adapters)))
     if not wanted:
         with on(x_NH.device):
-            return _forward(layer, x_NH, weight_NK, index_NK, given)
+            return _forward(layer, x_NH, weight_NK, index_NK, given, used_E=_used(index_NK, layer.n_experts))
     source_NH = normed.x.contiguous() if normed is not None and passes_by else x_NH
     if not any(t.requires_grad for t in (source_NH, weight_NK, *adapters)):  # only the base is trained
         source_NH = source_NH.detach().requires_grad_()

@@ -151,7 +151,7 @@ def experts(
         implementation: ``grouped_mm`` and ``triton``, which differ in the grouped GEMM, work through the tokens in
             tiles and keep only the input; with dropout in an adapter, and on other devices than CUDA, by a checkpoint
             for each tile, which runs the experts forward once more. A few tokens without gradients take only the
-            matrices of their own experts.
+            matrices of their own experts: fewer choices than experts one matrix a choice, more in the tiled form.
         hold: let the tiled form keep the first projection's output, 4 I K bytes a token, and not recompute it in
             backward. The other forms keep it in any case.
         decoded: where the tiled form may leave packed weights that it has decoded, for its next passes.

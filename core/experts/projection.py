@@ -23,12 +23,16 @@ from unsloth_plugins.core.mxfp4.weight import HostWeight, PackedWeight
 
 
 class Term(NamedTuple):
-    """A base [E, I, O] and its adapter, or none: A [E, r, I], B [E, r, O], s."""
+    """A base [E, I, O] and its adapter, or none: A [E, r, I], B [E, r, O], s.
+
+    ``used_E``: bool, which experts have rows: packed weights of others are not decoded. ``None``: any may have some.
+    """
 
     weight: Weight
     a: torch.Tensor | None
     b: torch.Tensor | None
     scaling: float
+    used_E: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -43,8 +47,8 @@ class Term(NamedTuple):
         """Of experts ``first`` to ``last - 1``."""
         packed = isinstance(self.weight, PackedWeight)
         weight = self.weight.part(first, last) if packed else self.weight[first:last]  # type: ignore[union-attr,index]
-        a, b = (None if each is None else each[first:last] for each in (self.a, self.b))
-        return Term(weight, a, b, self.scaling)
+        a, b, used_E = (None if each is None else each[first:last] for each in (self.a, self.b, self.used_E))
+        return Term(weight, a, b, self.scaling, used_E)
 
 
 def _weights(term: Term, dtype: torch.dtype) -> torch.Tensor:
@@ -52,7 +56,7 @@ def _weights(term: Term, dtype: torch.dtype) -> torch.Tensor:
     (n_experts, inputs, outputs), rank = term.weight.shape, term.rank
     if isinstance(term.weight, PackedWeight):
         whole_EOK = torch.empty((n_experts, outputs, inputs + rank), dtype=dtype, device=term.weight.device)
-        term.weight.decode_into(whole_EOK[..., :inputs])
+        term.weight.decode_into(whole_EOK[..., :inputs], term.used_E)
         return whole_EOK.transpose(1, 2)
     by_outputs = term.weight.stride(-1) != 1
     shape = (n_experts, outputs, inputs + rank) if by_outputs else (n_experts, inputs + rank, outputs)

@@ -61,13 +61,19 @@ class PackedWeight:
         out = torch.empty((*scales.shape[:-1], scales.shape[-1] * BLOCK), dtype=dtype, device=scales.device)
         return whole.decode_into(out).transpose(-1, -2)
 
-    def decode_into(self, out_EOI: torch.Tensor) -> torch.Tensor:
-        """Decode into given memory, by outputs; its rows may be part of wider ones. Returns it."""
+    def decode_into(self, out_EOI: torch.Tensor, used_E: torch.Tensor | None = None) -> torch.Tensor:
+        """Decode into given memory, by outputs; its rows may be part of wider ones. Returns it.
+
+        ``used_E``: bool, which experts are decoded; others stay as the memory has them.
+        """
         if out_EOI.is_cuda and out_EOI.dtype in (torch.bfloat16, torch.float16, torch.float32):
             from unsloth_plugins.core.mxfp4.kernel import decode_triton  # needs triton: only where it runs
 
-            return decode_triton(self.blocks_EORB.contiguous(), self.scales_EOR.contiguous(), out_EOI)
-        return out_EOI.copy_(decode(self.blocks_EORB, self.scales_EOR, out_EOI.dtype))
+            return decode_triton(self.blocks_EORB.contiguous(), self.scales_EOR.contiguous(), out_EOI, used_E)
+        if used_E is None:
+            return out_EOI.copy_(decode(self.blocks_EORB, self.scales_EOR, out_EOI.dtype))
+        out_EOI[used_E] = decode(self.blocks_EORB[used_E], self.scales_EOR[used_E], out_EOI.dtype)
+        return out_EOI
 
 
 class Piece(Protocol):
@@ -114,9 +120,9 @@ class HostWeight(PackedWeight):
             return PackedWeight(*self.piece.rows([expert])).dense(dtype, 0)
         return self.piece.read(lambda blocks, scales: PackedWeight(blocks, scales).dense(dtype))
 
-    def decode_into(self, out_EOI: torch.Tensor) -> torch.Tensor:
+    def decode_into(self, out_EOI: torch.Tensor, used_E: torch.Tensor | None = None) -> torch.Tensor:
         """As of ``PackedWeight``."""
-        return self.piece.read(lambda blocks, scales: PackedWeight(blocks, scales).decode_into(out_EOI))
+        return self.piece.read(lambda blocks, scales: PackedWeight(blocks, scales).decode_into(out_EOI, used_E))
 
 
 class LogicalParameter(torch.Tensor):

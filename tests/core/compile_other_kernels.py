@@ -59,7 +59,8 @@ def launch_all(dtype: torch.dtype) -> None:
     kernels.combine(empty(rows, hidden), place, out, index_NK=place, weight_NK=weight, bias_EH=empty(experts, hidden))
     kernels.combine(empty(rows, hidden), place, out, weight_NK=weight)
     blocks, scales = empty(experts, hidden, 90, 16, of=torch.uint8), empty(experts, hidden, 90, of=torch.uint8)
-    decode_triton(blocks, scales, empty(experts, hidden, hidden + rank)[..., :hidden])
+    for used in (None, empty(experts, of=torch.bool)):
+        decode_triton(blocks, scales, empty(experts, hidden, hidden + rank)[..., :hidden], used)
     query, cache, heads = empty(1, 1, 64, 64), empty(1, tokens, 8, 64), empty(64, of=torch.float32)
     first, seen = empty(1, tokens, of=torch.int32), empty(1, tokens, of=torch.uint8)
     for row, softcap in (((None, None, None), None), ((heads, first, seen), 30.0)):

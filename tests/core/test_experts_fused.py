@@ -26,7 +26,7 @@ from unsloth_plugins.core.experts.reference import experts_loop
 from unsloth_plugins.core.layers import GPT_OSS, Swiglu
 from unsloth_plugins.core.layers.normed import note_normed
 from unsloth_plugins.core.layers.reference import rms_norm
-from unsloth_plugins.core.mxfp4 import PackedWeight, encode
+from unsloth_plugins.core.mxfp4 import PackedWeight, decode, encode
 from unsloth_plugins.core.mxfp4.weight import HostWeight
 from unsloth_plugins.core.offload.weights import StreamedPiece, WeightStream
 
@@ -45,7 +45,7 @@ def test_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "30 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "33 passed" in done.stdout, done.stdout[-3000:]
 
 
 def _case(device: str, dtype: torch.dtype, tokens: int, rank: int = 8):  # type: ignore[no-untyped-def]
@@ -324,8 +324,8 @@ def test_weights_that_stay_decoded_change_no_bit(device: str, monkeypatch) -> No
     monkeypatch.setattr(fused, "TILE", 16)
     packed, biases, index, leaves = case = _case(device, torch.float16, 17)
     decodes = []
-    decode = PackedWeight.decode_into
-    monkeypatch.setattr(PackedWeight, "decode_into", lambda self, out: decodes.append(1) or decode(self, out))
+    into = PackedWeight.decode_into
+    monkeypatch.setattr(PackedWeight, "decode_into", lambda self, *where: decodes.append(1) or into(self, *where))
     experts = DecodedExperts(0, 2)
     experts.keep(1)
     assert [layer.wanted for layer in experts.layers] == [False, True]
@@ -394,6 +394,51 @@ def test_normalised_tokens_are_not_saved(device: str, frozen: bool, monkeypatch)
     assert (x_place in saved) == frozen
     for number, (ours, theirs) in enumerate(zip(got, want, strict=True)):
         assert (ours - theirs).norm() <= (1e-6 if device == "cpu" else 1e-2) * theirs.norm(), number
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("limit", [None, 20_000])
+def test_without_gradients_a_few_tokens_decode_only_their_experts(device: str, limit, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Expert 4 has no rows: its weights stay what the memory held, and the numbers are those of all decoded."""
+    packed, biases, index, (x, weight, a1, b1, a2, b2) = _case(device, torch.float16, 6)
+    loras = dict(gate_up_lora=(ExpertLora(a1, b1, 0.5),), down_lora=(ExpertLora(a2, b2, 0.25),))
+    masks = []
+    decode_into = PackedWeight.decode_into
+
+    def noted(self, out, used=None):  # type: ignore[no-untyped-def]
+        masks.append(used)
+        return decode_into(self, out.fill_(float("nan")), used)
+
+    monkeypatch.setattr(PackedWeight, "decode_into", noted)
+
+    def run(x, index, weight):  # type: ignore[no-untyped-def]
+        masks.clear()
+        arguments = (packed[0], biases[0], packed[1], biases[1], index, weight)
+        with torch.no_grad():
+            return fused.experts_fused(x, *arguments, gemm=GEMMS["triton"], weights_limit=limit, **loras, **OPTIONS)
+
+    few = run(x, index, weight)
+    used = torch.cat(masks).view(2, 5).tolist()  # the groups of each projection in turn
+    assert used == [[True] * 4 + [False]] * 2
+    many = run(x.repeat(4, 1), index.repeat(4, 1), weight.repeat(4, 1))
+    assert all(mask is None for mask in masks)
+    assert few.isfinite().all() and torch.equal(few, many[:6])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_kernel_decodes_the_experts_that_are_used(device: str) -> None:
+    """Programs lie across the border between experts; what is not used is not written, what is, bit by bit."""
+    from unsloth_plugins.core.mxfp4.kernel import decode_triton
+
+    torch.manual_seed(0)
+    blocks = torch.randint(0, 256, (5, 300, 2, 16), dtype=torch.uint8).to(device)
+    scales = torch.randint(100, 140, (5, 300, 2), dtype=torch.uint8).to(device)
+    used = torch.tensor([True, False, True, True, False], device=device)
+    out = torch.full((5, 300, 72), 7.0, device=device)
+    decode_triton(blocks, scales, out[..., :64], used)
+    want = decode(blocks, scales, torch.float32)
+    assert torch.equal(out[used][..., :64], want[used])
+    assert (out[~used] == 7).all() and (out[..., 64:] == 7).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
