@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unsloth_plugins.core.experts import ExpertLora, fused
+from unsloth_plugins.core.experts.few import experts_few
 from unsloth_plugins.core.experts.gemm import GEMMS, TritonGemm
 from unsloth_plugins.core.experts.grouped import experts_grouped
 from unsloth_plugins.core.experts.projection import DecodedExperts, Projection
@@ -45,7 +46,7 @@ def test_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and "33 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "34 passed" in done.stdout, done.stdout[-3000:]
 
 
 def _case(device: str, dtype: torch.dtype, tokens: int, rank: int = 8):  # type: ignore[no-untyped-def]
@@ -249,6 +250,41 @@ def test_case_1_single_experts_pass_the_range_of_float16_and_their_sum_does_not(
     got = _with_base(functools.partial(fused.experts_fused, gemm=GEMMS["triton"]), case, (False,) * 4)
     for ours, truth in zip(got, want, strict=True):
         assert (ours.double() - truth).norm() <= 5e-3 * truth.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_cases_9_and_36_every_path_agrees_to_1e4_past_and_at_the_clamps(device: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Float32, packed and decoded, with gradients and without. Two tokens lie exactly at the clamps, which let their
+    gradients pass: x is zero there, and the bias is the limit."""
+    monkeypatch.setattr(fused, "TILE", 16)
+    packed, biases, index, leaves = _case(device, torch.float32, 37)
+    biases[0].mul_(2)
+    biases[0][0, :8] = torch.tensor([7.0, 7.0, 7.0, -7.0, 1.0, 7.0, 1.0, -7.0], device=device)
+    leaves[0][:2], index[:2] = 0, torch.tensor([0, 1], device=device)
+    gate_up = torch.einsum("nh,ehj->nej", leaves[0], packed[0].dense(torch.float32)) + biases[0]
+    for side in (gate_up[..., ::2], gate_up[..., 1::2]):
+        assert (side > 7).any() and (side < -7).any() and (side == 7).any()
+    before = [each.clone() for weight in packed for each in (weight.blocks_EORB, weight.scales_EOR)]
+    truth = _run(experts_loop, (packed, biases, index, leaves), dtype=torch.float64)
+    dense = [weight.dense(torch.float32) for weight in packed]
+    tiled = functools.partial(fused.experts_fused, gemm=GEMMS["triton"])
+    grouped = functools.partial(experts_grouped, gemm=GEMMS["triton"])
+
+    def close(got: torch.Tensor, want: torch.Tensor) -> None:
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
+
+    x, weight_NK, a1, b1, a2, b2 = leaves
+    loras = dict(gate_up_lora=(ExpertLora(a1, b1, 0.5),), down_lora=(ExpertLora(a2, b2, 0.25),))
+    for weights in (packed, dense):
+        for kind in (tiled, grouped):
+            for got, want in zip(_run(kind, (weights, biases, index, leaves)), truth, strict=True):
+                close(got, want)
+        for kind in (tiled, experts_few):
+            with torch.no_grad():
+                y = kind(x, weights[0], biases[0], weights[1], biases[1], index, weight_NK, **loras, **OPTIONS)
+            close(y, truth[0])
+    after = [each for weight in packed for each in (weight.blocks_EORB, weight.scales_EOR)]
+    assert all(map(torch.equal, before, after))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -537,6 +573,46 @@ def test_only_the_input_is_kept_and_tiles_bound_the_rest() -> None:
     token = hidden * 2
     assert alive[0] <= 1.1 * 16384 * token  # the output; x itself was there before
     assert peaks[1] - peaks[0] <= 16384 * (3 * token + 200)  # output, its gradient, dx, and the routing
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_more_than_two_to_the_31_elements() -> None:
+    """Kernels that see all tokens or rows at once: what they give here is what they give a stretch at a time."""
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GiB of device memory")
+    from unsloth_plugins.core import layers
+    from unsloth_plugins.core.experts import kernels
+
+    tokens, hidden, step = 750_000, 2880, 50_000
+    draw = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, generator=draw)
+    assert x.numel() >= 2**31
+    stretches = [slice(start, start + step) for start in range(0, tokens, step)]
+
+    order = torch.cat([torch.randperm(tokens, device="cuda", generator=draw) for _ in range(2)])
+    rows = torch.empty(2 * tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    kernels.gather_rows(x, order, rows)
+    assert all(torch.equal(rows[part], x[order[part]]) for part in stretches)
+    assert torch.equal(rows[-step:], x[order[-step:]])
+    place = torch.stack([order[:tokens].argsort(), order[tokens:].argsort() + tokens], 1)
+    weight = torch.tensor([0.25, 0.75], device="cuda").repeat(tokens, 1)
+    out = torch.empty_like(x)
+    kernels.combine(rows, place, out, weight_NK=weight)
+    assert torch.equal(out, x)  # a quarter and three quarters of 8 bits are exact in float32
+    del rows, out
+
+    scale = torch.rand(hidden, device="cuda", generator=draw).bfloat16()
+
+    def norm(x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.detach().requires_grad_()
+        y = layers.rms_norm(x, scale, eps=1e-5, implementation="triton")
+        return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+    y, dx = norm(x, x.flip(1))
+    for part in stretches:
+        want_y, want_dx = norm(x[part], x[part].flip(1))
+        assert torch.equal(y[part], want_y) and torch.equal(dx[part], want_dx)
 
 
 @pytest.mark.gpu

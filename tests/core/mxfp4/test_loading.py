@@ -20,6 +20,9 @@ from unsloth_plugins.core.models.experts import PackedExperts
 from unsloth_plugins.core.mxfp4 import decode, load_mxfp4, pack_experts, packed_config
 from unsloth_plugins.core.mxfp4.quantizer import check_checkpoint, replace_experts
 
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])]
+
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
@@ -99,10 +102,11 @@ def test_plain_from_pretrained_with_our_config(checkpoint: Path) -> None:
     assert json.loads((checkpoint / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
 
 
-def test_case_9_stays_packed_and_equals_the_dequantised_model(checkpoint: Path) -> None:
-    packed = load_mxfp4(checkpoint, dtype=torch.float32)
-    dense = _dequantised(packed)
-    batch = batch_of(2, 21)
+@pytest.mark.parametrize("device", DEVICES)
+def test_case_9_stays_packed_and_equals_the_dequantised_model(checkpoint: Path, device: str) -> None:
+    packed = load_mxfp4(checkpoint, dtype=torch.float32, device_map={"": device})
+    dense = _dequantised(packed).to(device)
+    batch = {name: tensor.to(device) for name, tensor in batch_of(2, 21).items()}
     torch.testing.assert_close(packed(**batch).logits, dense(**batch).logits, rtol=1e-4, atol=1e-4)
     before = {name: p.clone() for name, p in packed.named_parameters() if p.dtype == torch.uint8}
     assert len(before) == 16
@@ -116,15 +120,16 @@ def test_case_9_stays_packed_and_equals_the_dequantised_model(checkpoint: Path) 
     assert all(torch.equal(p, before[name]) for name, p in packed.named_parameters() if name in before)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("train", [False, True])
-def test_case_36_clamped_inputs_agree_packed_and_dense(checkpoint: Path, train: bool) -> None:
-    packed = load_mxfp4(checkpoint, dtype=torch.float32)
+def test_case_36_clamped_inputs_agree_packed_and_dense(checkpoint: Path, train: bool, device: str) -> None:
+    packed = load_mxfp4(checkpoint, dtype=torch.float32, device_map={"": device})
     for layer in packed.model.layers:
         with torch.no_grad():
             layer.mlp.experts.gate_up_proj_bias.copy_(torch.randn(4, 192) * 12)
-    dense = _dequantised(packed)
+    dense = _dequantised(packed).to(device)
     assert sum(int((layer.mlp.experts.gate_up_proj_bias.abs() > 7).sum()) for layer in dense.model.layers) > 100
-    batch = batch_of(3, 11)
+    batch = {name: tensor.to(device) for name, tensor in batch_of(3, 11).items()}
     want = dense.train(train)(**batch, use_cache=not train).logits
     for applied in (False, True):
         if applied:
