@@ -64,7 +64,8 @@ class UnslothConfig:
     ``chunked`` raises where it is not, ``None`` leaves the model's own loss."""
 
     loss_chunk_mib: int = 512
-    """MiB of logits, their float32 copy and their gradient alive at once in the loss."""
+    """The most MiB of logits, their float32 copy and their gradient alive at once in the loss. With a frozen head on
+    CUDA, where logits become their gradient, it takes no more than 172."""
 
     gradient_checkpointing: Literal["auto"] | bool = "auto"
     """``auto`` follows the model or the trainer (``gradient_checkpointing=True`` there); ``True`` switches it on,
@@ -117,7 +118,7 @@ class UnslothConfig:
 
     @property
     def loss_mib(self) -> int:
-        """MiB of logits that the loss works with: ``loss_chunk_mib``, under ``min_memory`` at most 64."""
+        """The most MiB of logits that the loss works with: ``loss_chunk_mib``, under ``min_memory`` at most 64."""
         return min(self.loss_chunk_mib, 64) if self.memory_policy == "min_memory" else self.loss_chunk_mib
 
     @classmethod

@@ -9,6 +9,7 @@ import triton.language as tl
 from unsloth_plugins.core.device import on
 
 _WIDTH = 4096  # logits of a row handled at a time
+_WARPS = 8
 
 
 @triton.jit
@@ -86,6 +87,6 @@ def chunk_loss_in_place(
             WANT_GRAD=want_grad,
             HAS_FACTOR=factor is not None,
             WIDTH=_WIDTH,
-            num_warps=8,
+            num_warps=_WARPS,
         )
     return loss_C.sum(), raw_CV if want_grad else None

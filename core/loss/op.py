@@ -17,6 +17,12 @@ from unsloth_plugins.core.loss.reference import (
     chunk_tokens,
 )
 
+IN_PLACE_MIB = 172
+"""MiB of logits of a chunk that the kernel works on, at most: 448 tokens of 201,088 logits, 640 of 128,256.
+
+The chunk comes on top of the gradient of the hidden states (32,768 tokens of 2,880 numbers: 180 MiB), which is all that
+backward holds."""
+
 
 def _check_labels(labels_N: torch.Tensor, n_vocab: int, ignore_index: int) -> None:
     wrong_N = (labels_N != ignore_index) & ((labels_N < 0) | (labels_N >= n_vocab))
@@ -65,7 +71,9 @@ def linear_cross_entropy(
         num_items: tokens to divide by; ``None`` divides by the number of labels that count.
         transform: elementwise function of the logits (softcap, scale), differentiated by torch chunk by chunk.
         label_smoothing: weight of the uniform distribution, in [0, 1).
-        chunk_mib: MiB of logits alive at once.
+        chunk_mib: MiB of logits, their float32 copy and their gradient alive at once. On CUDA, without a transform, the
+            logits become their gradient; then it is at most ``IN_PLACE_MIB``, unless the weights are trained: each
+            chunk adds to the gradient of all of them.
 
     Returns:
         float32 scalar (float64 for float64). No label that counts gives 0 with zero gradients.
@@ -100,6 +108,8 @@ def linear_cross_entropy(
         from unsloth_plugins.core.loss.kernel import chunk_loss_in_place  # needs triton: only where it runs
 
         chunk, bytes_each = chunk_loss_in_place, hidden_NH.element_size()
+        if not weight_VH.requires_grad:
+            chunk_mib = min(chunk_mib, IN_PLACE_MIB)
     with torch.autocast(device, enabled=False):
         return ChunkedLinearCrossEntropy.apply(
             hidden_NH,

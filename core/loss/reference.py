@@ -13,14 +13,16 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
+_STEP = 64  # rows of the smallest tiles that products are made of on GPUs
 
 
 def chunk_tokens(n_vocab: int, chunk_mib: int, bytes_each: int = 12) -> int:
-    """Tokens per chunk so that what is alive of each logit fits in ``chunk_mib``.
+    """Tokens per chunk so that what is alive of each logit fits in ``chunk_mib``: a multiple of 64, or fewer than 64.
 
     By default that is 12 bytes: the logit, its float32 copy and its gradient.
     """
-    return max(1, chunk_mib * 2**20 // (bytes_each * n_vocab))
+    tokens = chunk_mib * 2**20 // (bytes_each * n_vocab)
+    return tokens - tokens % _STEP if tokens > _STEP else max(1, tokens)
 
 
 def _chunk_loss(
@@ -67,8 +69,9 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
     """``sum_n CE(transform(x W^T + b), label) * scale`` with one chunk of logits alive at a time.
 
     Gradients are formed in forward, chunk by chunk, so backward only multiplies them by the incoming scalar: the head
-    runs once. The logits and their gradient have the dtype of hidden and weight as in the unchunked computation, the
-    softmax and the sum over tokens are float32 (float64 for float64), and a trainable head's dW is accumulated in it.
+    runs once. It does so in place where the graph is not kept for another backward. The logits and their gradient have
+    the dtype of hidden and weight as in the unchunked computation, the softmax and the sum over tokens are float32
+    (float64 for float64), and a trainable head's dW is accumulated in it.
     In float16 the gradients wait without the factors (1 / tokens, and a gradient scaler's), which would underflow or
     overflow there.
     """
@@ -112,7 +115,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
             if grad_CV is None:
                 continue
             if d_hidden_NH is not None:
-                d_hidden_NH[rows] = grad_CV @ weight_VH
+                torch.mm(grad_CV, weight_VH, out=d_hidden_NH[rows])
             if d_weight_VH is not None:
                 d_weight_VH += grad_CV.T @ hidden_NH[rows]
             if d_bias_V is not None:
@@ -129,14 +132,21 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         *grads, scale = ctx.saved_tensors
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
         if scale is None:
-            return *(None if g is None else g * grad.to(g.dtype) for g in grads), *[None] * 8
-        return *(None if g is None else _times(g, grad.to(scale.dtype) * scale, ctx.tokens) for g in grads), *[None] * 8
+            scaled = [None if g is None else _times(g, grad.to(g.dtype), keep) for g in grads]
+        else:
+            scaled = [None if g is None else _times_in_half(g, grad * scale, ctx.tokens, keep) for g in grads]
+        return *scaled, *[None] * 8
 
 
-def _times(x: torch.Tensor, factor: torch.Tensor, rows: int) -> torch.Tensor:
+def _times(x: torch.Tensor, factor: torch.Tensor, keep: bool) -> torch.Tensor:
+    return x * factor if keep else x.mul_(factor)
+
+
+def _times_in_half(x: torch.Tensor, factor: torch.Tensor, rows: int, keep: bool) -> torch.Tensor:
     """x * factor in float16, multiplied in the factor's wider dtype some rows at a time."""
-    out = torch.empty_like(x, dtype=torch.float16)
+    out = torch.empty_like(x, dtype=torch.float16) if keep or x.dtype != torch.float16 else x
     for part, target in zip(x.split(rows), out.split(rows), strict=True):
         target.copy_(part * factor if part.dtype == factor.dtype else part.to(factor.dtype) * factor)
     return out

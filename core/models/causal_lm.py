@@ -225,7 +225,7 @@ def take_loss(causal_lm: nn.Module, config: UnslothConfig, patches: PatchSet) ->
         return Row("loss", "left alone", "switched off in the config")
     reason = _patch_loss(causal_lm, patches, config.loss_mib, explicit=config.loss == "chunked")
     if reason is None:
-        return Row("loss", "on", f"chunked cross entropy, {config.loss_mib} MiB of logits at a time")
+        return Row("loss", "on", f"chunked cross entropy, at most {config.loss_mib} MiB of logits at a time")
     if config.loss == "chunked":
         raise UnsupportedError(
             expected="a causal LM with transformers' loss, for loss='chunked'",

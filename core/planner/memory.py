@@ -17,6 +17,7 @@ from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 from unsloth_plugins.core.experts.fused import TILE
 from unsloth_plugins.core.experts.matmul import RANK_STEP, group_size
 from unsloth_plugins.core.layers import tiled_mlp
+from unsloth_plugins.core.loss.op import IN_PLACE_MIB
 from unsloth_plugins.core.models.experts import GROUP_BYTES, GROUPS_FROM
 from unsloth_plugins.core.models.streaming import TRAINED_BYTES
 from unsloth_plugins.core.mxfp4.codec import BLOCK, BYTES
@@ -334,11 +335,11 @@ def backward_bytes(shape: ModelShape, setup: Setup, tokens: int, coming: int = 0
 
 def loss_bytes(shape: ModelShape, setup: Setup, tokens: int) -> int:
     """Around the head: the last hidden states, their norm, their gradient, and one chunk of logits."""
-    chunk = min(setup.config.loss_mib << 20, tokens * shape.vocab * HALF)
-    if shape.softcap:
-        chunk *= 2  # differentiated by torch: the capped logits and their gradient beside the logits
-    states = input_bytes(shape, tokens)
-    return max(3 * states + chunk, 4 * states)
+    if shape.softcap:  # differentiated by torch: the capped logits and their gradient beside the logits
+        chunk = 2 * min(setup.config.loss_mib << 20, tokens * shape.vocab * HALF)
+    else:
+        chunk = min(min(setup.config.loss_mib, IN_PLACE_MIB) << 20, tokens * shape.vocab * HALF)
+    return 3 * input_bytes(shape, tokens) + chunk
 
 
 @dataclass(frozen=True)

@@ -195,6 +195,17 @@ def test_case_30_all_that_is_alive_of_the_logits_fits_in_what_was_allowed(kind: 
         assert seen.peak <= 1.1 * mib * 2**20 + gradients < 12 * tokens * vocab
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_backward_multiplies_in_place_unless_the_graph_is_kept(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(N, H).to(dtype).requires_grad_(), torch.randn(V, H).to(dtype)
+    loss = linear_cross_entropy(hidden, weight, torch.randint(0, V, (N,)), chunk_mib=1)
+    saved = loss.grad_fn.saved_tensors[0].data_ptr()  # type: ignore[union-attr]
+    grads = [torch.autograd.grad(loss, hidden, torch.tensor(3.0), retain_graph=keep)[0] for keep in (True, True, False)]
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2]) and grads[0].any()
+    assert [each.data_ptr() == saved for each in grads] == [False, False, True]
+
+
 class TestLazyLogits:
     def _lazy(self) -> tuple[LazyLogits, torch.Tensor, torch.nn.Linear, list[int]]:
         torch.manual_seed(0)
