@@ -48,7 +48,8 @@ def sink_attention(
         softcap: logits become softcap * tanh(logits / softcap); None means off.
         block_size: queries that the reference handles at a time; its memory is proportional to it.
         head_groups: the kernels' backward pass takes the key/value heads in so many groups, one after the other, so
-            that its temporaries exist for one group at a time; same result.
+            that copies of the gradient of o, and the float32 sums of ``fa4`` and ``cudnn``, exist for one group at a
+            time; the row sums of ``triton``, one float32 per query and head, exist for all. Same result.
         backend: ``triton`` for our kernels (CUDA, D <= 256, fp16, bf16 or fp32), ``fa4`` for flash-attn-4,
             ``cudnn`` for the kernels that torch brings and ``flex`` for torch's flex attention where they can run,
             ``eager`` for plain PyTorch. ``auto`` is ``triton`` wherever it can run, or ``fa4`` or ``cudnn`` where they

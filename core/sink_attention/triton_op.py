@@ -185,8 +185,8 @@ def sink_attention_triton(
         key_mask_BS: [B, S] bool, False for padding, or None.
         scale: factor of q . k, applied before the cap.
         softcap: cap * tanh(x / cap), or None.
-        head_groups: the backward pass takes the key/value heads in so many groups, one after the other. Only the
-            group's part of the temporaries exists at a time; the result is the same.
+        head_groups: the backward pass takes the key/value heads in so many groups, one after the other. A copy of the
+            gradient of o exists for one group at a time, the row sums for all; the result is the same.
 
     Returns:
         o_BTHD: [B, T, H, D] in the dtype of q.
