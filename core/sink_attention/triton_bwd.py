@@ -36,6 +36,18 @@ from unsloth_plugins.core.sink_attention.triton_common import (
 from unsloth_plugins.core.sink_attention.triton_tiles import Tile, padded_head_size
 
 ROWS = 128  # rows of o and do per program of the row sums
+# ln(2) in two parts; products of the first with small integers are exact (Cody and Waite 1980).
+LN2_HIGH = tl.constexpr(0.693359375)
+LN2_LOW = tl.constexpr(-2.1219444005469057e-4)
+
+
+@triton.jit
+def _exp(x):
+    """exp(x) for x <= 0; x log2(e) as a whole would be rounded to an error of 1e-6 of the result where x is -30."""
+    x = tl.maximum(x, -200.0)
+    n = tl.floor(x * LOG2E + 0.5)
+    rest = (x - n * LN2_HIGH) - n * LN2_LOW
+    return tl.exp2(n) * tl.exp2(rest * LOG2E)
 
 
 @triton.jit(do_not_specialize=["lse_stride_b", "dlse_stride_b", "dlse_stride_h", "dlse_stride_t", "queries"])
@@ -85,7 +97,7 @@ def row_sums_kernel(
         delta_M -= tl.where(lse_M == float("inf"), 0.0, dlse_M)
     tl.store(delta + tl.cast(row, tl.int64) * queries + at_M, delta_M, mask=here_M)
     if sink is not None:
-        p_M = tl.exp2((tl.load(sink + h) - lse_M) * LOG2E)
+        p_M = _exp(tl.load(sink + h) - lse_M)
         tl.store(dsink + tl.cast(row, tl.int64) * blocks + program % blocks, -tl.sum(p_M * delta_M, 0))
 
 

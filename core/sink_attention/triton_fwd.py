@@ -161,7 +161,7 @@ def forward_kernel(
     if sink is not None:
         sink2_M = tl.load(sink + h_M) * LOG2E
         top_M = tl.maximum(top_M, sink2_M)
-        total_M = tl.exp2(sink2_M - top_M)
+        total_M = tl.where(top_M == sink2_M, 1.0, 0.0)
     acc_MD = tl.zeros([M, D], tl.float32)
 
     for n in tl.range(0, tl.maximum(left + right, 1)):
@@ -181,7 +181,12 @@ def forward_kernel(
     total_M = tl.where(empty_M, 1.0, total_M)
     o_rows_M = query_rows(t_begin, o_stride_t, o_stride_h, M, PACK)
     store_queries(o + b * o_stride_b + h * o_stride_h, o_rows_M, here_M, acc_MD / total_M[:, None], HEAD, D)
-    lse_M = tl.where(empty_M, float("-inf"), (top_M + tl.log2(total_M)) * LN2)
+    lse_M = top_M * LN2
+    if sink is not None:
+        # Where the sink is the maximum, without the rounding of two factors, which exp(sink - lse) would show.
+        sink_M = tl.load(sink + h_M)
+        lse_M = tl.where(top_M == sink_M * LOG2E, sink_M, lse_M)
+    lse_M = tl.where(empty_M, float("-inf"), lse_M + tl.log2(total_M) * LN2)
     tl.store(lse + (b * heads + h_M) * queries + t_M, lse_M, mask=here_M)
 
 

@@ -28,6 +28,7 @@ class Case:
     shape: tuple[int, int, int, int, int, int]
     sink: bool = True
     first_sink: float | None = None
+    every_sink: float | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
     padding: tuple[tuple[int, int, int | None], ...] | None = None
     head_groups: int = 1
@@ -64,6 +65,10 @@ CASES = {
     "a sink of minus infinity": Case(
         (2, 40, 40, 2, 1, 16), first_sink=float("-inf"), padding=((11, 0, 20), (40, 0, None))
     ),
+    "sinks of -30": Case((2, 70, 70, 4, 2, 16), every_sink=-30.0),
+    "sinks of 30": Case((2, 70, 70, 4, 2, 16), every_sink=30.0),
+    "sinks of -30 in a window": Case((2, 70, 70, 4, 2, 16), every_sink=-30.0, options={"window": 8}),
+    "sinks of 30 in a window": Case((2, 70, 70, 4, 2, 16), every_sink=30.0, options={"window": 8}),
     "decode": Case((2, 1, 130, 4, 2, 16), padding=((0, 0, None), (9, 0, None))),
     "decode past the window": Case((2, 1, 130, 4, 2, 16), options={"window": 17}),
     "decode over several parts": Case((2, 1, 300, 6, 2, 24), padding=((0, 0, 200), (150, 0, None))),
@@ -83,7 +88,7 @@ CASES = {
     "negative scale": Case((1, 30, 30, 2, 1, 16), options={"scale": -0.3}),
     "zero scale": Case((1, 30, 30, 2, 1, 16), options={"scale": 0.0}),
 }
-HALF = ("length 129", "window 128", "documents", "everything")  # also in float16 in the interpreter
+HALF = ("length 129", "window 128", "documents", "everything", "sinks of 30")  # also in float16 in the interpreter
 
 
 def document_ids(lengths: tuple[tuple[int, ...], ...], device: str) -> torch.Tensor:
@@ -166,6 +171,8 @@ def run_case(case: Case, dtype: torch.dtype, device: str, backend: str = "triton
     inputs = [rand(queries, heads), rand(keys, kv_heads), rand(keys, kv_heads)]
     if case.sink:
         inputs.append(torch.randn(heads, generator=generator).to(device, dtype))
+    if case.every_sink is not None:
+        inputs[3].fill_(case.every_sink)
     if case.first_sink is not None:
         inputs[3][0] = case.first_sink
     options = dict(case.options)
