@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -252,3 +255,30 @@ def test_autocast_mixes_no_dtypes(models):
         loss = ours(input_ids, labels=input_ids).loss
     loss.backward()
     assert all(p.grad.isfinite().all() for p in ours.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_kernels_in_the_interpreter_serve_the_model_too() -> None:
+    """Tests of this file again, where `auto` takes the kernels: gradients, packing, left padding, a cache, a window."""
+    pytest.importorskip("triton")
+    code = """
+import sys
+import pytest
+from unsloth_plugins.core.sink_attention import triton_op
+
+launched = set()
+
+def noted(name, function):
+    return lambda *args, **options: (launched.add(name), function(*args, **options))[1]
+
+for name in ("forward_launch", "row_sums_launch", "dq_launch", "dkdv_launch", "decode"):
+    setattr(triton_op, name, noted(name, getattr(triton_op, name)))
+chosen = "gradients or case_10 or padded_rows_equal_single_rows[left or stock[True"
+failed = pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1], "-k", chosen])
+print("launched", len(launched))
+sys.exit(failed)
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code, __file__], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "4 passed" in done.stdout and "launched 5" in done.stdout, done.stdout[-3000:]
