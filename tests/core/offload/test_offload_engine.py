@@ -51,16 +51,21 @@ def step(blocks: list[Block], x: torch.Tensor, labels: torch.Tensor, store: Host
 
 @pytest.mark.parametrize("eager", LATE)
 def test_case_21_50_steps_of_mixed_lengths_are_bit_equal_to_no_checkpointing(eager: float) -> None:
-    store, blocks, draw = simulated(eager), [Block(8, seed) for seed in range(5)], random.Random(1)
-    most = 0
+    """In an arena of what the longest step needs, and not a byte more."""
+    blocks, draw, width = [Block(64, seed) for seed in range(5)], random.Random(1), 64
+    longest, labels, unlimited = torch.randn(13, width), torch.arange(13), simulated(eager)
+    step(blocks, longest, labels, unlimited)
+    need = unlimited.mapped_bytes
+    with pytest.raises(UnsupportedError, match="Raise the limit"):
+        step(blocks, longest, labels, simulated(eager, limit_bytes=need - 1))
+    store = simulated(eager, limit_bytes=need)
     for n in range(50):
         rows = draw.choice([3, 8, 13])
-        x, labels = torch.randn(rows, 8), torch.arange(rows)
+        x, labels = torch.randn(rows, width), torch.arange(rows)
         want, got = step(blocks, x, labels, None), step(blocks, x, labels, store)
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), n
         assert store.held_bytes == 0
-        most = max(most, store.mapped_bytes)
-    assert store.total_bytes > 0 and queue(store).kept_bytes > 0
+    assert store.total_bytes > 0 and queue(store).kept_bytes > 0 and store.mapped_bytes == need
 
 
 def test_a_wait_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

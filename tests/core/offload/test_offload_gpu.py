@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,15 +64,17 @@ def other_stream(used: bool) -> Iterator[None]:
 def test_case_21_50_steps_with_late_copies_are_bit_equal_to_plain_checkpointing(used: bool) -> None:
     torch.manual_seed(0)
     blocks = [Block() for _ in range(6)]
-    plain, late = HostStore(False), HostStore(True, min_bytes=0, engine=Delayed)
+    unlimited = HostStore(True, min_bytes=0)
+    step(blocks, torch.randn(774, WIDTH, device="cuda"), unlimited)
+    need = unlimited.mapped_bytes
+    plain, late = HostStore(False), HostStore(True, min_bytes=0, engine=Delayed, limit_bytes=need)
     for n in range(50):
         x = torch.randn(700 + 37 * (n % 3), WIDTH, device="cuda")
         with other_stream(used):
             want, got = step(blocks, x, plain), step(blocks, x, late)
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), n
         del want, got
-    assert late.held_bytes == 0
-    assert late.mapped_bytes <= 1.02 * late.peak_bytes
+    assert late.held_bytes == 0 and late.mapped_bytes == need <= 1.02 * late.peak_bytes
 
 
 def test_host_bytes_are_those_stored_and_the_device_holds_about_two_layers() -> None:
@@ -97,7 +100,7 @@ def test_host_bytes_are_those_stored_and_the_device_holds_about_two_layers() -> 
     assert copies_ms > 0 and exposed_ms >= 0
 
 
-def test_mixed_lengths_leave_memory_flat() -> None:
+def test_case_30_200_steps_of_mixed_lengths_leave_host_and_device_memory_flat() -> None:
     torch.manual_seed(0)
     blocks = [torch.nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(8)]
     store, seen = HostStore(True, min_bytes=0), []
@@ -111,9 +114,13 @@ def test_mixed_lengths_leave_memory_flat() -> None:
         for block in blocks:
             block.zero_grad()
         del y
-        seen.append((store.mapped_bytes, torch.cuda.memory_allocated()))
-    assert store.held_bytes == 0 and len({host for host, _ in seen[4:]}) == 1
-    assert max(device for _, device in seen[100:]) <= max(device for _, device in seen[4:100])
+        resident = int(Path("/proc/self/statm").read_text().split()[1])  # pages
+        seen.append((store.mapped_bytes, torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), resident))
+    mapped, allocated, reserved, resident_pages = zip(*seen, strict=True)
+    assert store.held_bytes == 0 and len(set(mapped[4:])) == 1
+    for device in (allocated, reserved):
+        assert max(device[100:]) <= max(device[4:100])
+    assert max(resident_pages[180:]) <= 1.05 * max(resident_pages[40:60])
 
 
 def test_case_13_a_registration_that_fails_does_not_fail_the_next_launch() -> None:
