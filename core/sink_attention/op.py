@@ -97,8 +97,9 @@ def sink_attention(
     if resolved in ("fa4", "cudnn"):  # what the masks say is on the device
         from unsloth_plugins.core.sink_attention.fa4 import boundaries, has_holes
 
-        call = replace(call, padded=has_holes(key_mask_BS), packed=boundaries(documents_BS) is not None)
-        resolved, _ = resolve_backend(backend, call)
+        padded, packed = has_holes(key_mask_BS), boundaries(documents_BS) is not None
+        if padded or packed:
+            resolved, _ = resolve_backend(backend, replace(call, padded=padded, packed=packed))
     given: dict[str, Any] = {"window": window, "documents_BS": documents_BS, "scale": scale}
     capped: dict[str, Any] = {"key_mask_BS": key_mask_BS, "softcap": softcap}
     if resolved == "cudnn":
