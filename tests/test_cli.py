@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import tiny_gpt_oss, tiny_llama
 from merge_cases import logits, reload, save_llama, save_packed, small_tokenizer, train_llama, train_packed
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from typer.testing import CliRunner
 
@@ -62,7 +62,11 @@ def test_errors_are_one_message_and_status_1(tmp_path: Path) -> None:
         ("adapter/adapter_config.json", "{", "JSON in"),
         ("adapter/adapter_config.json", '{"peft_type": "LORA"}', "lora_alpha in"),
         ("base/config.json", "[]", "config.json"),
+        ("base/config.json", '{"quantization_config": "x"}', "quantization_config in"),
+        ("base/config.json", '{"text_config": [3]}', "text_config in"),
         ("base/model.safetensors.index.json", "{}", "weight_map in"),
+        ("base/model.safetensors.index.json", '{"weight_map": []}', "weight_map in"),
+        ("base/model.safetensors.index.json", '{"weight_map": {"a": 3}}', "weight_map in"),
         ("base/model.safetensors", "\x02\0\0\0\0\0\0\0no", "JSON in"),
         ("adapter/base_record.json", "{}", "base_fingerprints in"),
         ("adapter/adapter_model.safetensors", '\x0f\0\0\0\0\0\0\0{"a.weight": 3}', "data_offsets of a.weight"),
@@ -176,6 +180,66 @@ def test_damaged_tokenizers_are_errors_of_ours(command: str, file: str, text: st
     report = json.loads(run(command, base, *out, "--json", status=1).stdout)
     assert report["error"] == "ExportError" and str(base) in report["expected"] + report["got"] and report["remedy"]
     assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_attention_heads", None),
+        ("num_attention_heads", 2),
+        ("num_key_value_heads", "x"),
+        ("hidden_size", 64.5),
+        ("head_dim", [16]),
+        ("intermediate_size", True),
+        ("max_position_embeddings", -1),
+        ("rms_norm_eps", "x"),
+        ("rope_parameters", "x"),
+        ("rope_theta", {}),
+    ],
+)
+def test_wrong_sizes_in_a_config_are_errors_of_ours(name: str, value: Any, tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    small_tokenizer().save_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    if name in ("rope_theta", "head_dim"):
+        del config["rope_parameters"]
+    (base / "config.json").write_text(json.dumps(config | {name: value}))
+    report = json.loads(run("export", base, tmp_path / "m.gguf", "--json", status=1).stdout)
+    assert report["error"] == "ExportError" and name in report["expected"] + report["got"] and report["remedy"]
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_model_without_an_embedding_is_no_gguf(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    small_tokenizer().save_pretrained(base)
+    weights = load_file(base / "model.safetensors")
+    del weights["model.embed_tokens.weight"]
+    save_file(weights, base / "model.safetensors")
+    report = json.loads(run("export", base, tmp_path / "m.gguf", "--json", status=1).stdout)
+    assert report["error"] == "ExportError" and "an embedding" in report["expected"]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "named"),
+    [
+        ("config.json", {"vocab_size": "x"}, "vocab_size"),
+        ("config.json", None, "vocab_size in"),
+        ("config.json", [], "config.json in"),
+        ("generation_config.json", [], "generation_config.json in"),
+        ("generation_config.json", "x", "generation_config.json in"),
+    ],
+)
+def test_damaged_configs_beside_a_tokenizer_are_errors_of_ours(
+    file: str, change: Any, named: str, tmp_path: Path
+) -> None:
+    base = save_llama(tmp_path / "base")
+    (base / "model.safetensors").unlink()
+    small_tokenizer().save_pretrained(base)
+    config = json.loads((base / file).read_text())
+    config = {"model_type": "vit"} if change is None else config | change if isinstance(change, dict) else change
+    (base / file).write_text(json.dumps(config))
+    report = json.loads(run("tokenizer", base, "--json", status=1).stdout)
+    assert report["error"] == "ExportError" and named in report["expected"] + report["got"] and report["remedy"]
 
 
 def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:

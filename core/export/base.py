@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class Base:
 
     Raises:
         UnsupportedError: another quantisation than MXFP4 and bitsandbytes' 4 bits.
+        ExportError: parts of the config are of wrong types.
     """
 
     def __init__(self, source: Source, config: dict[str, Any], device: str | torch.device = "cpu") -> None:
@@ -156,8 +158,8 @@ class Base:
 
 
 def _check_method(config: dict[str, Any]) -> None:
-    for part in (config, config.get("text_config") or {}):
-        stored = part.get("quantization_config")
+    for part in (config, object_in(config, "text_config")):
+        stored = object_in(part, "quantization_config")
         if not stored:
             continue
         method = stored.get("quant_method")
@@ -169,6 +171,22 @@ def _check_method(config: dict[str, Any]) -> None:
             got=f"quant_method {method!r}",
             remedy="Merge into the 16-bit model that this one was made from.",
         )
+
+
+def object_in(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The object under a name in a model's config; empty where there is none.
+
+    Raises:
+        ExportError: something else is there.
+    """
+    found = config.get(name)
+    if found is None or isinstance(found, dict):
+        return found or {}
+    raise ExportError(
+        expected=f"{name} in the model's config to be an object",
+        got=reprlib.repr(found),
+        remedy="config.json is damaged: download or save it again.",
+    )
 
 
 def _scales_of(blocks: str) -> str:

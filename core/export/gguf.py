@@ -159,7 +159,12 @@ def _write(
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPE.get(quant, f"MOSTLY_{quant.upper()}")])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_metadata(writer, merged, notes)
-    assert merged.vocab_size is not None
+    if merged.vocab_size is None:
+        raise ExportError(
+            expected="a model with an embedding",
+            got=f"none among {len(merged.base.infos)} tensors",
+            remedy="Give the folder of a whole model.",
+        )
     add_vocabulary(writer, tokenizer, merged.vocab_size, notes)
     files, needed = write(writer, output, tensors, progress)
     return GgufReport(files[0], files, {tensor.name: tensor.type for tensor in tensors}, needed, notes)

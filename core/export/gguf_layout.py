@@ -8,14 +8,16 @@ like transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from unsloth_plugins.core.errors import ExportError, UnsupportedError
-from unsloth_plugins.core.export.base import spans
+from unsloth_plugins.core.export.base import object_in, spans
 from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.tensors import Info
 
@@ -88,7 +90,7 @@ def architecture_of(config: dict[str, Any]) -> str:
         UnsupportedError: one that is not exported here.
     """
     kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise UnsupportedError(
             expected=f"model_type to be one of {', '.join(ARCHITECTURES)}",
             got=repr(kind),
@@ -99,7 +101,29 @@ def architecture_of(config: dict[str, Any]) -> str:
 
 def head_size(config: dict[str, Any]) -> int:
     """Numbers of one attention head."""
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    if config.get("head_dim"):
+        return _count(config, "head_dim")
+    return _count(config, "hidden_size") // _count(config, "num_attention_heads")
+
+
+def _number(config: Mapping[str, Any], *names: str, default: float | None = None, kind: type = float) -> Any:
+    """What the config has under the first of these names that it has: a number above 0.
+
+    Raises:
+        ExportError: neither that nor a default, or something else is there.
+    """
+    value = next((config[name] for name in names if config.get(name) is not None), default)
+    kinds = (int,) if kind is int else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ExportError(
+            expected=f"{' or '.join(names)} in the model's config to be a {'whole ' * (kind is int)}number above 0",
+            got="none" if value is None else reprlib.repr(value),
+            remedy="Give the folder of a whole model; its config.json may be damaged.",
+        )
+    return kind(value)
+
+
+_count = partial(_number, kind=int)
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -107,8 +131,10 @@ def rope_of(config: dict[str, Any]) -> dict[str, Any]:
 
     Of a Gemma 3, those of its full layers.
     """
-    parameters = config.get("rope_parameters") or {}
-    rope = dict(config.get("rope_scaling") or {}) | dict(parameters.get("full_attention", parameters))
+    parameters = object_in(config, "rope_parameters")
+    if "full_attention" in parameters:
+        parameters = object_in(parameters, "full_attention")
+    rope = object_in(config, "rope_scaling") | parameters
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", config.get("rope_theta", 1e6 if config["model_type"] == "gemma3_text" else 1e4))
     if rope["rope_type"] not in ("default", "linear", "yarn", "llama3"):
@@ -168,9 +194,16 @@ def _convert(merged: Merged, arch: str, name: str, info: Info) -> list[Piece]:
         raise _no_place(name, arch)
     target = f"{block}.{table[module]}.{kind}"
     if arch == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
-        heads = merged.base.config["num_attention_heads"]
+        config, counted = merged.base.config, ["num_attention_heads"]
         if module.endswith("k_proj"):
-            heads = merged.base.config.get("num_key_value_heads") or heads
+            counted.insert(0, "num_key_value_heads")
+        heads, size = _count(config, *counted), head_size(config)
+        if info.shape[0] != heads * size:
+            raise ExportError(
+                expected=f"{heads} heads of {size} in {name}, by {counted[0]} of the model's config",
+                got=f"{info.shape[0]} rows",
+                remedy="Give the folder of a whole model; its config.json may be damaged.",
+            )
 
         def in_pairs(whole: torch.Tensor) -> torch.Tensor:
             return whole.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(whole.shape)
@@ -223,10 +256,10 @@ def _llama3_factors(rope: dict[str, Any], size: int) -> torch.Tensor:
 
     Source: ``transformers.modeling_rope_utils._compute_llama3_parameters``.
     """
-    turn = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turn = 1.0 / _number(rope, "rope_theta") ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
     length = 2 * math.pi / turn
-    context, factor = rope["original_max_position_embeddings"], rope["factor"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    context, factor = _number(rope, "original_max_position_embeddings"), _number(rope, "factor")
+    low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
     smooth = (context / length - low) / (high - low)
     between = 1.0 / ((1 - smooth) / factor + smooth)
     slowed = torch.where(length > context / low, factor, torch.where(length < context / high, 1.0, between))
@@ -244,40 +277,40 @@ def add_metadata(writer: Any, merged: Merged, notes: list[str]) -> None:
 
     config = merged.base.config
     size = head_size(config)
-    heads = config["num_attention_heads"]
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    context = _count(config, "max_position_embeddings")
+    writer.add_context_length(context)
+    writer.add_embedding_length(_count(config, "hidden_size"))
+    writer.add_block_count(_count(config, "num_hidden_layers"))
+    writer.add_feed_forward_length(_count(config, "intermediate_size"))
+    writer.add_head_count(_count(config, "num_attention_heads"))
+    writer.add_head_count_kv(_count(config, "num_key_value_heads", "num_attention_heads"))
     writer.add_key_length(size)
     writer.add_value_length(size)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(_number(config, "rms_norm_eps"))
     writer.add_vocab_size(merged.vocab_size)
     writer.add_rope_dimension_count(size)
     rope = rope_of(config)
-    writer.add_rope_freq_base(float(rope["rope_theta"]))
+    writer.add_rope_freq_base(_number(rope, "rope_theta"))
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
-        writer.add_rope_scaling_factor(float(rope["factor"]))
+        writer.add_rope_scaling_factor(_number(rope, "factor"))
     if rope["rope_type"] == "yarn":
-        original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-        writer.add_rope_scaling_orig_ctx_len(int(original))
-        writer.add_rope_scaling_yarn_beta_fast(float(rope.get("beta_fast") or 32.0))
-        writer.add_rope_scaling_yarn_beta_slow(float(rope.get("beta_slow") or 1.0))
+        writer.add_rope_scaling_orig_ctx_len(_count(rope, "original_max_position_embeddings", default=context))
+        writer.add_rope_scaling_yarn_beta_fast(_number(rope, "beta_fast", default=32.0))
+        writer.add_rope_scaling_yarn_beta_slow(_number(rope, "beta_slow", default=1.0))
         if rope.get("truncate") is False:
             notes.append("llama.cpp rounds the borders of yarn's ramp, this model does not: logits differ slightly.")
-    window = config.get("sliding_window")
     if config["model_type"] == "gpt_oss":
-        writer.add_sliding_window(window)
-        writer.add_expert_count(config["num_local_experts"])
-        writer.add_expert_used_count(config.get("num_experts_per_tok") or config["experts_per_token"])
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_sliding_window(_count(config, "sliding_window"))
+        writer.add_expert_count(_count(config, "num_local_experts"))
+        writer.add_expert_used_count(_count(config, "num_experts_per_tok", "experts_per_token"))
+        writer.add_expert_feed_forward_length(_count(config, "intermediate_size"))
     elif config["model_type"] in ("gemma2", "gemma3_text"):
         _add_gemma(writer, config, rope)
-    elif window and config.get("use_sliding_window", True) and window < config["max_position_embeddings"]:
-        notes.append(f"llama.cpp ignores this model's window of {window} tokens: longer texts differ.")
+    elif config.get("sliding_window") and config.get("use_sliding_window", True):
+        window = _count(config, "sliding_window")
+        if window < context:
+            notes.append(f"llama.cpp ignores this model's window of {window} tokens: longer texts differ.")
 
 
 def _add_gemma(writer: Any, config: dict[str, Any], rope: dict[str, Any]) -> None:
@@ -286,14 +319,15 @@ def _add_gemma(writer: Any, config: dict[str, Any], rope: dict[str, Any]) -> Non
     Source: llama.cpp, ``gemma2`` and ``gemma3``: their hyperparameters and graphs.
     """
     second = config["model_type"] == "gemma2"
-    layers, pattern = config["num_hidden_layers"], 2 if second else config.get("sliding_window_pattern") or 6
+    layers = _count(config, "num_hidden_layers")
+    pattern = 2 if second else _count(config, "sliding_window_pattern", default=6)
     full = [(n + 1) % pattern == 0 for n in range(layers)]
     if kinds := config.get("layer_types"):
-        full = [kind == "full_attention" for kind in kinds]
+        full = [kind == "full_attention" for kind in (kinds if isinstance(kinds, list) else [kinds])]
         pattern = full.index(True) + 1 if any(full) else layers + 1
-    local = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+    local = object_in(object_in(config, "rope_parameters"), "sliding_attention")
     largest = layers == (46 if second else 62)  # the 27B models, which it knows by that
-    scale = config["hidden_size"] // config["num_attention_heads"] if largest else head_size(config)
+    scale = _count(config, "hidden_size") // _count(config, "num_attention_heads") if largest else head_size(config)
     cap = config.get("attn_logit_softcapping", 50.0 if second else None)
     for expected, got, good in (
         ("full layers at equal distances", full, full == [(n + 1) % pattern == 0 for n in range(layers)]),
@@ -310,11 +344,12 @@ def _add_gemma(writer: Any, config: dict[str, Any], rope: dict[str, Any]) -> Non
                 got=str(got),
                 remedy="Merge to safetensors, and convert that with llama.cpp's own converter.",
             )
-    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window(_count(config, "sliding_window"))
     if second:
-        writer.add_attn_logit_softcapping(cap)
+        writer.add_attn_logit_softcapping(_number(config, "attn_logit_softcapping", default=50.0))
     else:
         writer.add_sliding_window_pattern(pattern)
-        writer.add_rope_freq_base_swa(float(local.get("rope_theta") or config.get("rope_local_base_freq") or 1e4))
-    if (cap := config.get("final_logit_softcapping", 30.0 if second else None)) is not None:
-        writer.add_final_logit_softcapping(cap)
+        local_base = _number(config, "rope_local_base_freq", default=1e4)
+        writer.add_rope_freq_base_swa(_number(local, "rope_theta", default=local_base))
+    if config.get("final_logit_softcapping", 30.0 if second else None) is not None:
+        writer.add_final_logit_softcapping(_number(config, "final_logit_softcapping", default=30.0))

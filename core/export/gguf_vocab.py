@@ -50,9 +50,14 @@ def load_tokenizer(folder: Path) -> Any:
     except Exception as error:  # of json, tokenizers and transformers, each with its own
         raise ExportError(
             expected=f"a tokenizer that transformers loads from {folder}",
-            got=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+            got=one_line(error),
             remedy="Give the folder of a whole model, or save its tokenizer there again.",
         ) from error
+
+
+def one_line(error: Exception) -> str:
+    """The kind of an error and the beginning of its text."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def splitter_name(backend: dict[str, Any]) -> str:

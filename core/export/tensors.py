@@ -236,6 +236,17 @@ def read_json(file: Path, *keys: str) -> dict[str, Any]:
     return parse_json(file.read_bytes(), file, *keys)
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    found = read_json(index, "weight_map")["weight_map"]
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise ExportError(
+            expected=f"weight_map in {index} to be files by tensor",
+            got=reprlib.repr(found),
+            remedy="The file is damaged: download or save it again.",
+        )
+    return found
+
+
 def open_folder(folder: Path) -> FileTensors:
     """The tensors of a model folder: by its index, or its only file.
 
@@ -244,7 +255,7 @@ def open_folder(folder: Path) -> FileTensors:
     """
     index = folder / INDEX
     if index.is_file():
-        files = [folder / name for name in sorted(set(read_json(index, "weight_map")["weight_map"].values()))]
+        files = [folder / name for name in sorted(set(_weight_map(index).values()))]
     elif (folder / "model.safetensors").is_file():
         files = [folder / "model.safetensors"]
     else:

@@ -10,7 +10,7 @@ from typing import Any
 from unsloth_plugins.core.errors import ExportError
 from unsloth_plugins.core.export.base import open_base, resolve_folder
 from unsloth_plugins.core.export.folder import appearing
-from unsloth_plugins.core.export.gguf_vocab import load_tokenizer
+from unsloth_plugins.core.export.gguf_vocab import load_tokenizer, one_line
 from unsloth_plugins.core.tokenizer.checks import Finding, check_tokenizer
 from unsloth_plugins.core.tokenizer.repair import RepairReport, repair_tokenizer
 
@@ -18,30 +18,45 @@ _log = logging.getLogger(__name__)
 
 
 def _load(model: str | Path) -> tuple[Any, Any, Any]:
-    """What stands for the model (rows of the embedding by the weights' headers where they are there), and tokenizers.
+    """What stands for the model, and its tokenizers.
 
     The last is the slow one of a SentencePiece model beside tokenizer.json, or ``None``.
     """
     from transformers import AutoConfig, GenerationConfig
 
     folder = resolve_folder(model)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ExportError(
-            expected=f"a model's config.json in {folder}",
-            got=str(error).strip().splitlines()[0],
-            remedy="Give the folder of a whole model: an adapter's has none.",
-        ) from error
-    has_generation = (folder / "generation_config.json").is_file()
-    rows = (getattr(config, "text_config", None) or config).vocab_size
-    if any(folder.glob("*.safetensors")):
-        base = open_base(folder)
-        rows = base.infos[base.embedding].shape[0] if base.embedding else rows
-    generation = GenerationConfig.from_pretrained(folder) if has_generation else None
-    stand_in = SimpleNamespace(vocab_size=rows, config=config, generation_config=generation)
+    config = _loaded(AutoConfig, folder, "config.json", "Give the folder of a whole model: an adapter's has none.")
+    generation = None
+    if (folder / "generation_config.json").is_file():
+        generation = _loaded(GenerationConfig, folder, "generation_config.json", "Save it again, or remove it.")
+    stand_in = SimpleNamespace(vocab_size=_rows(folder, config), config=config, generation_config=generation)
     tokenizer = load_tokenizer(folder)
     return stand_in, tokenizer, _slow(folder, tokenizer)
+
+
+def _loaded(kind: Any, folder: Path, name: str, remedy: str) -> Any:
+    try:
+        return kind.from_pretrained(folder)
+    except Exception as error:  # of json, huggingface_hub and transformers, each with its own
+        raise ExportError(
+            expected=f"a {name} in {folder} that transformers loads", got=one_line(error), remedy=remedy
+        ) from error
+
+
+def _rows(folder: Path, config: Any) -> int:
+    """Rows of the embedding, by the weights' headers where they are there."""
+    if any(folder.glob("*.safetensors")):
+        base = open_base(folder)
+        if base.embedding:
+            return base.infos[base.embedding].shape[0]
+    rows = getattr(getattr(config, "text_config", None) or config, "vocab_size", None)
+    if not isinstance(rows, int):
+        raise ExportError(
+            expected=f"vocab_size in {folder / 'config.json'}, a whole number, or the weights beside it",
+            got=repr(rows),
+            remedy="Give the folder of a whole language model.",
+        )
+    return rows
 
 
 def _slow(folder: Path, tokenizer: Any) -> Any | None:
