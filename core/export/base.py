@@ -189,6 +189,23 @@ def object_in(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     )
 
 
+def stop_ids(config: Mapping[str, Any], file: str = "config.json") -> list[int]:
+    """``eos_token_id`` of a model's config or generation config: none, one or several.
+
+    Raises:
+        ExportError: it is something else. ``file`` is named.
+    """
+    found = config.get("eos_token_id")
+    stops = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(stop, int) and not isinstance(stop, bool) for stop in stops):
+        raise ExportError(
+            expected=f"eos_token_id in the model's {file} to be a whole number, or a list of them",
+            got=reprlib.repr(found),
+            remedy=f"{file} is damaged: download or save it again.",
+        )
+    return stops
+
+
 def _scales_of(blocks: str) -> str:
     return blocks.removesuffix("_blocks") + "_scales"
 

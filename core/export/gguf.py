@@ -12,13 +12,13 @@ import torch
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.adapter import Adapter
-from unsloth_plugins.core.export.base import open_base, resolve_folder, spans
+from unsloth_plugins.core.export.base import open_base, resolve_folder, spans, stop_ids
 from unsloth_plugins.core.export.gguf_file import PLAIN, Tensor, check_package, new_writer, rounded, write
 from unsloth_plugins.core.export.gguf_layout import Piece, add_metadata, architecture_of, pieces_of
 from unsloth_plugins.core.export.gguf_vocab import add_vocabulary, load_tokenizer
 from unsloth_plugins.core.export.merge import Adapters, open_adapters
 from unsloth_plugins.core.export.merged import Merged
-from unsloth_plugins.core.export.ollama import sampling_of, write_modelfile
+from unsloth_plugins.core.export.ollama import modelfile, modelfile_place, sampling_of, write_modelfile
 from unsloth_plugins.core.export.provenance import check_base
 from unsloth_plugins.core.export.tensors import Progress, raw_bytes, read_json
 from unsloth_plugins.core.mxfp4.codec import BLOCK, encode
@@ -89,8 +89,9 @@ def export_gguf(
             always float32. In any case of letters.
         max_shard_bytes: cut into files of at most so many bytes of tensors, called ``NAME-00001-of-00003.gguf`` and so
             on; a larger tensor gets a file of its own. ``None`` is one file.
-        ollama: write a ``Modelfile`` beside it, with the sampling of the generation config; if the chat template can't
-            be taken over, a note says so. Goes without ``max_shard_bytes``.
+        ollama: write a ``Modelfile`` beside it (``NAME.Modelfile`` where there is one already), with the sampling of
+            the generation config; if the chat template can't be taken over, a note says so. Goes without
+            ``max_shard_bytes``.
         allow_other_base: merge although the adapter names another base.
         progress: called with bytes done, bytes in all, and the tensor's name.
 
@@ -119,25 +120,25 @@ def export_gguf(
     notes = [check_base(one, model, folder, base.source, allow_other_base) for one in adapters]
     merged = Merged(base, adapters)
     tokenizer = _tokenizer(folder, adapters)
-    if ollama and (output.parent / "Modelfile").exists():
-        raise ExportError(
-            expected=f"no Modelfile in {output.parent} yet", got="one", remedy="Remove it, or choose another folder."
-        )
+    text = _modelfile(output.name, folder, base.config, tokenizer, notes) if ollama else None
+    target = modelfile_place(output) if text is not None else None
     report = _write(merged, new_writer(arch, max_shard_bytes), output, tokenizer, quant, notes, progress)
-    if ollama:
-        try:
-            path = folder / "generation_config.json"
-            generation = read_json(path) if path.is_file() else {}
-            options = {"stop_ids": _stop_ids(generation, base.config), "sampling": sampling_of(generation)}
-            report.modelfile = write_modelfile(report.output, tokenizer, **options)
-        except UnsupportedError as error:
-            notes.append(f"No Modelfile: {error}")
+    if text is not None and target is not None:
+        report.modelfile = write_modelfile(target, text)
     return report
 
 
-def _stop_ids(generation: dict[str, Any], config: dict[str, Any]) -> list[int]:
-    stops = generation.get("eos_token_id", config.get("eos_token_id"))
-    return [stops] if isinstance(stops, int) else list(stops or ())
+def _modelfile(name: str, folder: Path, config: dict[str, Any], tokenizer: Any, notes: list[str]) -> str | None:
+    """The text of a Modelfile; ``None`` and a note where the chat template can't be taken over."""
+    file = "generation_config.json"
+    generation = read_json(folder / file) if (folder / file).is_file() else {}
+    stops = stop_ids(generation, file) if "eos_token_id" in generation else stop_ids(config)
+    sampling = sampling_of(generation)
+    try:
+        return modelfile(name, tokenizer, stop_ids=stops, sampling=sampling)
+    except UnsupportedError as error:
+        notes.append(f"No Modelfile: {error}")
+        return None
 
 
 def _tokenizer(folder: Path, adapters: Sequence[Adapter]) -> Any:

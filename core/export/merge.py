@@ -15,7 +15,7 @@ import torch
 from unsloth_plugins.core.errors import ConfigError, ExportError
 from unsloth_plugins.core.export import four_bit
 from unsloth_plugins.core.export.adapter import Adapter
-from unsloth_plugins.core.export.base import Base, check_device, fingerprint, open_base, resolve_folder, spans
+from unsloth_plugins.core.export.base import Base, check_device, fingerprint, open_base, resolve_folder, spans, stop_ids
 from unsloth_plugins.core.export.folder import (
     appearing,
     check_space,
@@ -36,7 +36,7 @@ from unsloth_plugins.core.export.provenance import (
     plan_of,
     stored_behind,
 )
-from unsloth_plugins.core.export.tensors import FileTensors, Info, Output, Progress, read_json, write_shards
+from unsloth_plugins.core.export.tensors import FileTensors, Info, Output, Progress, parse_json, read_json, write_shards
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -185,6 +185,8 @@ def write_merged(
     if base.tied and not merged.tied:
         notes.append("The head is no longer the embedding: it was written as a tensor of its own.")
     special = _special_ids(merged, tokenizer_folder([adapter.folder for adapter in adapters]), notes)
+    config = _with_ids(_config(merged, dtype, quantization), special, "config.json")
+    texts = _texts(folder, extra_files or {}, special) | {"config.json": _text(config)}
     options = dict(dtype=dtype, max_shard_bytes=max_shard_bytes, device=str(base.device))
     adapter_hashes = [hashes_of(one) for one in adapters]
     plan = plan_of(base.source, adapters, adapter_hashes, outputs, where, **options)
@@ -203,11 +205,6 @@ def write_merged(
         if journal.note:
             notes.append(journal.note)
         copy_files(files, place)
-        for name, text in (extra_files or {}).items():
-            (place / name).write_text(text, encoding="utf-8")
-        if special and (generation := place / "generation_config.json").is_file():
-            told = _with_ids(read_json(generation), special)
-            generation.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         manifest = manifest_of(
             adapters,
             dtype,
@@ -219,9 +216,8 @@ def write_merged(
             notes=notes,
             files=hashes,
         )
-        (place / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        config = _with_ids(_config(merged, dtype, quantization), special)
-        (place / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for name, text in (texts | {MANIFEST: json.dumps(manifest, indent=2) + "\n"}).items():
+            (place / name).write_text(text, encoding="utf-8")
         journal.close()
     return report
 
@@ -254,14 +250,29 @@ def _special_ids(merged: Merged, folder: Path | None, notes: list[str]) -> dict[
     return found
 
 
-def _with_ids(config: dict[str, Any], special: Mapping[str, int]) -> dict[str, Any]:
+def _texts(folder: Path | None, extra_files: Mapping[str, str], special: Mapping[str, int]) -> dict[str, str]:
+    """``extra_files``, and the generation config, if there is one, with the tokenizer's ids."""
+    name = "generation_config.json"
+    if not special:
+        return dict(extra_files)
+    if name in extra_files:
+        told = parse_json(extra_files[name], Path(name))
+    elif folder is not None and (folder / name).is_file():
+        told = read_json(folder / name)
+    else:
+        return dict(extra_files)
+    return {**extra_files, name: _text(_with_ids(told, special, name))}
+
+
+def _text(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+
+def _with_ids(config: dict[str, Any], special: Mapping[str, int], file: str) -> dict[str, Any]:
     """A config that stops at the tokenizer's end too, beside where it stops already, and pads as the tokenizer does."""
     told = dict(config)
-    if (eos := special.get("eos_token_id")) is not None:
-        stops = config.get("eos_token_id")
-        stops = [stop for stop in (stops if isinstance(stops, list) else [stops]) if stop is not None]
-        if eos not in stops:
-            told["eos_token_id"] = [*stops, eos] if stops else eos
+    if (eos := special.get("eos_token_id")) is not None and eos not in (stops := stop_ids(config, file)):
+        told["eos_token_id"] = [*stops, eos] if stops else eos
     if config.get("pad_token_id") is None and "pad_token_id" in special:
         told["pad_token_id"] = special["pad_token_id"]
     return told

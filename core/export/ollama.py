@@ -7,12 +7,14 @@ Llama 3, Mistral, Gemma, harmony, ...). The result counts only if it gives the s
 from __future__ import annotations
 
 import json
+import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unsloth_plugins.core.errors import UnsupportedError
+from unsloth_plugins.core.errors import ExportError, UnsupportedError
 from unsloth_plugins.core.export.folder import appearing_file
 
 _SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p")} | {
@@ -167,15 +169,31 @@ def stop_tokens(tokenizer: Any, stop_ids: Sequence[int] = ()) -> list[str]:
     rest = text[text.rindex(_ANSWER) + len(_ANSWER) :].lstrip() if _ANSWER in text else ""
     added = [str(token.content) for token in tokenizer.added_tokens_decoder.values()]
     after = sorted((token for token in added if rest.startswith(token)), key=len)[-1:]
-    by_model = tokenizer.convert_ids_to_tokens([number for number in stop_ids if number < len(tokenizer)])
+    by_model = tokenizer.convert_ids_to_tokens([number for number in stop_ids if 0 <= number < len(tokenizer)])
     return list(dict.fromkeys(token for token in [tokenizer.eos_token, *after, *by_model] if token))
 
 
 def sampling_of(generation: Mapping[str, Any]) -> dict[str, float]:
-    """What a generation config says of sampling, by Ollama's names; nothing where it switches sampling off."""
+    """What a generation config says of sampling, by Ollama's names; nothing where it switches sampling off.
+
+    Raises:
+        ExportError: something that is no finite number.
+    """
     if generation.get("do_sample") is False:
         return {}
-    return {ours: generation[name] for name, ours in _SAMPLING.items() if generation.get(name) is not None}
+    found = {}
+    for name, ours in _SAMPLING.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+            raise ExportError(
+                expected=f"{name} in the model's generation_config.json to be a number",
+                got=reprlib.repr(value),
+                remedy="generation_config.json is damaged: download or save it again.",
+            )
+        found[ours] = value
+    return found
 
 
 def modelfile(
@@ -208,15 +226,30 @@ def modelfile(
     return "\n".join([*head, *lines]) + "\n"
 
 
-def write_modelfile(gguf: Path, tokenizer: Any, **options: Any) -> Path:
-    """Write ``Modelfile`` beside a GGUF; ``options`` as of ``modelfile``.
+def modelfile_place(gguf: Path) -> Path:
+    """``Modelfile`` beside a GGUF, or ``NAME.Modelfile`` where another file has that name.
 
     Raises:
-        UnsupportedError: see ``turns_of``. The GGUF stays.
-        ExportError: there is a Modelfile already.
+        ExportError: both are there.
     """
-    text = modelfile(gguf.name, tokenizer, **options)
-    target = gguf.parent / "Modelfile"
+    first, second = gguf.parent / "Modelfile", gguf.with_suffix(".Modelfile")
+    if not first.exists():
+        return first
+    if second.exists():
+        raise ExportError(
+            expected=f"no {second.name} in {gguf.parent} yet, beside a Modelfile",
+            got="one",
+            remedy="Remove it, or choose another name.",
+        )
+    return second
+
+
+def write_modelfile(target: Path, text: str) -> Path:
+    """Write what ``modelfile`` gave to a file that must not exist, and return that.
+
+    Raises:
+        ExportError: it does.
+    """
     with appearing_file(target) as hidden:
         hidden.write_text(text, encoding="utf-8")
     return target

@@ -21,6 +21,7 @@ from merge_cases import (
     routing_gaps,
     save_llama,
     save_packed,
+    small_tokenizer,
     stored,
     tensors,
     train_llama,
@@ -684,6 +685,25 @@ def test_the_merged_model_stops_where_the_adapters_tokenizer_does(
         config = json.loads((tmp_path / "out" / name).read_text())
         assert (config["eos_token_id"], config["pad_token_id"]) == (told, 2), name
     assert any("ids up to 159, the embedding 159 rows" in note for note in notes) is (rows == 159)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "named"),
+    [
+        ("generation_config.json", "{", "JSON in"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id in the model's generation_config.json"),
+        ("config.json", '{"eos_token_id": [1.5]}', "eos_token_id in the model's config.json"),
+    ],
+)
+def test_damaged_ends_are_found_before_anything_is_written(file: str, text: str, named: str, tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    train_llama(base, tmp_path / "adapter")
+    small_tokenizer().save_pretrained(tmp_path / "adapter")
+    (base / file).write_text(text)
+    written: list[str] = []
+    with pytest.raises(ExportError, match=named):
+        merge(base, tmp_path / "adapter", tmp_path / "out", progress=lambda done, total, name: written.append(name))
+    assert not written and sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
 
 
 def test_float16_does_not_overflow_silently(tmp_path: Path) -> None:

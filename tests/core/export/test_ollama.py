@@ -15,9 +15,9 @@ import pytest
 from merge_cases import save_llama, small_tokenizer
 from tokenizers import processors
 
-from unsloth_plugins.core.errors import ConfigError, UnsupportedError
+from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export import export_gguf
-from unsloth_plugins.core.export.ollama import modelfile, sampling_of, stop_tokens, turns_of, write_modelfile
+from unsloth_plugins.core.export.ollama import modelfile, sampling_of, stop_tokens, turns_of
 from unsloth_plugins.core.tokenizer.templates import CHATML, HARMONY
 
 GO_PROGRAM = shutil.which("go", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -138,7 +138,7 @@ def test_case_12_no_template_is_a_clear_message_and_the_gguf_is_kept(tmp_path: P
     assert report.modelfile is None and "Modelfile by hand; the GGUF is complete" in report.notes[-1]
     assert (tmp_path / "m.gguf").is_file() and not (tmp_path / "Modelfile").exists()
     with pytest.raises(UnsupportedError, match="chat template"):
-        write_modelfile(tmp_path / "m.gguf", tokenizer)
+        modelfile("m.gguf", tokenizer)
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(UnsupportedError, match="leaves out"):
         turns_of(tokenizer)
@@ -162,6 +162,32 @@ def test_case_12_modelfile_beside_the_gguf(tmp_path: Path) -> None:
     assert report.modelfile == tmp_path / "Modelfile"
     lines = report.modelfile.read_text().splitlines()
     assert lines[0] == "FROM ./m.gguf" and 'PARAMETER stop "<|im_end|>"' in lines and 'PARAMETER stop "</s>"' in lines
+    second = export_gguf(base, tmp_path / "n.gguf", quant="q8_0", ollama=True)
+    assert second.modelfile == tmp_path / "n.Modelfile" and second.modelfile.read_text().startswith("FROM ./n.gguf\n")
+    assert report.modelfile.read_text().splitlines() == lines
+    (tmp_path / "n.gguf").unlink()
+    with pytest.raises(ExportError, match=r"no n\.Modelfile in"):
+        export_gguf(base, tmp_path / "n.gguf", ollama=True)
+    assert not (tmp_path / "n.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "JSON in"),
+        ('{"eos_token_id": "x"}', "eos_token_id in"),
+        ('{"eos_token_id": [true]}', "eos_token_id in"),
+        ('{"top_k": [1]}', "top_k in"),
+        ('{"temperature": NaN}', "temperature in"),
+    ],
+)
+def test_a_damaged_generation_config_is_found_before_the_gguf_is_written(text: str, named: str, tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    _tokenizer("chatml").save_pretrained(base)
+    (base / "generation_config.json").write_text(text)
+    with pytest.raises(ExportError, match=named):
+        export_gguf(base, tmp_path / "m.gguf", ollama=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_the_modelfile_has_the_models_own_sampling_and_says_what_it_freezes(tmp_path: Path) -> None:
