@@ -45,8 +45,11 @@ AdapterOption = Annotated[
 
 
 @contextlib.contextmanager
-def _errors(as_json: bool) -> Iterator[None]:
-    """Our own errors become one message and exit status 1; anything else is a defect and keeps its traceback."""
+def _errors(as_json: bool, remedy: str = "") -> Iterator[None]:
+    """Our own errors become one message and exit status 1; anything else is a defect and keeps its traceback.
+
+    ``remedy`` is added to that of the system's errors.
+    """
     handler = RichHandler(console=_err, show_path=False, show_time=False)
     handler.addFilter(lambda record: record.name != "unsloth_plugins.core.tokenizer.repair")  # printed as the result
     logger = logging.getLogger("unsloth_plugins")
@@ -63,7 +66,7 @@ def _errors(as_json: bool) -> Iterator[None]:
         shown = ExportError(
             expected="files that can be read, and a place where the result can be written",
             got=str(error),
-            remedy="Check path, permissions and space. A merge that stopped goes on by the same command.",
+            remedy=f"Check path, permissions and space. {remedy}".rstrip(),
         )
         _show_error(type(error).__name__, shown, as_json)
         raise typer.Exit(1) from error
@@ -99,11 +102,11 @@ def _bar(as_json: bool) -> Iterator[Report | None]:
 
 
 @contextlib.contextmanager
-def _resumable() -> Iterator[None]:
+def _resumable(again: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        _err.print("Stopped. The same command goes on where this one was.", highlight=False)
+        _err.print(f"Stopped. {again}", highlight=False)
         raise typer.Exit(130) from error
 
 
@@ -265,7 +268,8 @@ def merge(
     """
     from unsloth_plugins.core.export import merge as run
 
-    with _errors(as_json), _resumable(), _bar(as_json) as progress:
+    again = "The same command goes on where this one was."
+    with _errors(as_json, again), _resumable(again), _bar(as_json) as progress:
         report = run(
             base,
             _adapters(adapter),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -240,6 +241,17 @@ def test_damaged_configs_beside_a_tokenizer_are_errors_of_ours(
     (base / file).write_text(json.dumps(config))
     report = json.loads(run("tokenizer", base, "--json", status=1).stdout)
     assert report["error"] == "ExportError" and named in report["expected"] + report["got"] and report["remedy"]
+
+
+@pytest.mark.parametrize("command", ["merge", "export"])
+def test_only_a_merge_is_said_to_go_on(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"unsloth_plugins.core.export.{'merge' if command == 'merge' else 'export_gguf'}", full)
+    report = json.loads(run(command, tmp_path, tmp_path / "out", "--json", status=1).stdout)
+    assert "No space left" in report["got"] and report["remedy"].startswith("Check path, permissions and space.")
+    assert ("goes on" in report["remedy"]) is (command == "merge")
 
 
 def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
