@@ -98,10 +98,14 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
         note = f"{adapter.folder} was trained on another base ({how}); merged because that was allowed."
         _log.warning(note)
         return note
+    missing = lost = ""
+    if not file.is_file() and not Path(named).expanduser().is_dir():
+        missing = f", and there is no folder {named!r} here to compare with"
+        lost = "If that is a path relative to where it was trained, run this there. "
     raise ExportError(
         expected=f"the base that {adapter.folder} was trained on ({named or 'recorded by its tensors'})",
-        got=f"{given}, which differs {how}",
-        remedy="Give the right base; if this one has the same weights under another name, allow another base "
+        got=f"{given}, which differs {how}{missing}",
+        remedy=f"Give the right base. {lost}If this one has the same weights under another name, allow another base "
         "(allow_other_base=True, --allow-other-base).",
     )
 

@@ -593,6 +593,23 @@ def test_live_model_and_the_record_of_its_base(tmp_path: Path) -> None:
         merge_model(tiny_llama(), tmp_path / "none")
 
 
+def test_a_relative_name_of_the_base_is_found_from_where_it_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_llama(tmp_path / "c" / "base")
+    monkeypatch.chdir(tmp_path)
+    train_llama(Path("c/base"), tmp_path / "adapter")
+    merge("c/base", "adapter", "here")
+    merge(base, "adapter", "absolute")
+    monkeypatch.chdir(tmp_path / "c")
+    with pytest.raises(ExportError, match=r"no folder 'c/base' here .* relative to where it was trained"):
+        merge("base", tmp_path / "adapter", "out")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ExportError, match="differs by the name 'c/base'") as refused:
+        merge(save_llama(tmp_path / "other", seed=1), "adapter", "out")
+    assert "no folder" not in str(refused.value)
+
+
 def test_another_base_is_refused_by_name_unless_allowed(tmp_path: Path) -> None:
     base, other = (save_llama(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1)))
     copy = save_llama(tmp_path / "copy")
