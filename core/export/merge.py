@@ -204,6 +204,7 @@ def write_merged(
         report.files, report.resumed = list(hashes), journal.resumed
         if journal.note:
             notes.append(journal.note)
+        notes += _of_rounding(report.requantised)
         copy_files(files, place)
         manifest = manifest_of(
             adapters,
@@ -220,6 +221,16 @@ def write_merged(
             (place / name).write_text(text, encoding="utf-8")
         journal.close()
     return report
+
+
+def _of_rounding(requantised: Mapping[str, Requantised]) -> list[str]:
+    lost = sum((error.error_over_change or 0) > 1 for error in requantised.values())
+    if not lost:
+        return []
+    return [
+        f"In {lost} of {len(requantised)} tensors rounding to 4 bits is larger than what training changed, so little "
+        "of that is left. Merge into bf16, or serve the adapter beside the base."
+    ]
 
 
 def _special_ids(merged: Merged, folder: Path | None, notes: list[str]) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_llama
-from merge_cases import logits, reload, save_packed, small_tokenizer, tensors
+from merge_cases import logits, reload, routing_gaps, save_packed, small_tokenizer, tensors
 from peft import LoraConfig, get_peft_model
 from test_callback import Rows, arguments, lora
 from transformers import Trainer
@@ -39,6 +39,35 @@ def test_the_end_of_training_writes_the_merged_model_with_tokenizer_and_licence(
     assert once.keys() == again.keys() and all(torch.equal(once[name], again[name]) for name in once)
     report = callback.save_merged(tmp_path / "packed", dtype="mxfp4")
     assert report is not None and len(report.requantised) == 8
+    # Three small steps change less than 4 bits can tell apart, and that is said.
+    assert all((error.error_over_change or 0) > 1 for error in report.requantised.values())
+    assert any("In 8 of 8 tensors rounding to 4 bits is larger" in note for note in report.notes)
+
+
+def test_what_was_trained_is_in_the_merged_model_of_16_and_of_4_bits(tmp_path: Path) -> None:
+    base = save_packed(tmp_path / "base")
+    start = logits(load_mxfp4(base, dtype=torch.float32))
+    model = lora(load_mxfp4(base, dtype=torch.float32), target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    args = arguments(tmp_path / "run", learning_rate=5e-2, max_steps=12)
+    callback = UnslothCallback(save_merged=tmp_path / "exact", merged_dtype="fp32")
+    Trainer(model, args, train_dataset=Rows([24] * 32), callbacks=[callback]).train()
+    want = logits(model.eval())
+    moved = (want - start).norm()
+    assert moved > 0.5 * start.norm()
+    exact = reload(tmp_path / "exact")
+    gaps = routing_gaps(exact)
+    torch.testing.assert_close(logits(exact), want, rtol=1e-4, atol=1e-4)
+    clear = torch.stack(gaps).amin(0) > 0.02  # a nearer choice of experts may fall otherwise after rounding
+    assert clear.float().mean() > 0.3
+    merge(base, tmp_path / "exact-adapter", tmp_path / "bf16")
+    rounded = logits(reload(tmp_path / "bf16"))
+    torch.testing.assert_close(rounded.flatten(0, 1)[clear], want.flatten(0, 1)[clear], rtol=2e-2, atol=2e-2)
+    assert (rounded - want).norm() < 0.1 * moved
+    report = merge(base, tmp_path / "exact-adapter", tmp_path / "mxfp4", dtype="mxfp4")
+    packed = logits(load_mxfp4(tmp_path / "mxfp4", dtype=torch.float32))
+    assert (packed - want).norm() < 0.5 * moved and (packed - want).norm() < (packed - start).norm()
+    assert all(error.relative_error < 0.15 for error in report.requantised.values())
+    assert not any("4 bits" in note for note in report.notes)
 
 
 def test_checkpoints_and_final_folders_know_their_base_by_its_tensors(tmp_path: Path) -> None:
