@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -33,6 +34,7 @@ app = typer.Typer(
     add_completion=False,
 )
 _err = Console(stderr=True)
+_SHORT_S = 5.0
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and no progress.")]
 OtherBase = Annotated[
@@ -89,16 +91,32 @@ def _bar(as_json: bool) -> Iterator[Report | None]:
     if as_json:
         yield None
         return
+    if not _err.is_terminal:
+        yield _lines()
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     # Transient: no bar is left after an error.
-    shown: dict[str, Any] = dict(console=_err, transient=True, disable=not _err.is_terminal)
-    with Progress(*columns, TimeRemainingColumn(), **shown) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=_err, transient=True) as progress:
         task = progress.add_task("writing", total=None)
 
         def report(done: int, total: int, name: str) -> None:
             progress.update(task, completed=done, total=total, description=name[-48:])
 
         yield report
+
+
+def _lines() -> Report:
+    """For logs: a line each tenth of what takes longer than a few seconds."""
+    begin, told = time.monotonic(), 0
+
+    def report(done: int, total: int, name: str) -> None:
+        nonlocal told
+        tenths = 10 * done // max(total, 1)
+        if tenths > told and time.monotonic() - begin > _SHORT_S:
+            told = tenths
+            _err.print(f"{10 * tenths} % of {total / 1e9:.2f} GB, at {name}", markup=False, highlight=False)
+
+    return report
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -252,6 +253,45 @@ def test_only_a_merge_is_said_to_go_on(command: str, tmp_path: Path, monkeypatch
     report = json.loads(run(command, tmp_path, tmp_path / "out", "--json", status=1).stdout)
     assert "No space left" in report["got"] and report["remedy"].startswith("Check path, permissions and space.")
     assert ("goes on" in report["remedy"]) is (command == "merge")
+
+
+def test_what_needs_no_base_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    for command, output, options, named in (
+        ("merge", tmp_path / "out", ["--dtype", "bf17"], "'bf17'"),
+        ("merge", tmp_path, [], "does not exist yet"),
+        ("export", tmp_path, [], "does not exist yet"),
+        ("export", tmp_path, ["-a", "adapter", "--adapter-only"], "does not exist yet"),
+    ):
+        report = json.loads(run(command, tmp_path / "gone", output, *options, "--json", status=1).stdout)
+        assert named in report["expected"] + report["got"], report
+
+
+def test_a_folder_that_holds_no_adapter_is_told_from_one_that_is_not_there(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    model = train_llama(base, tmp_path / "adapter")
+    model.add_adapter("sft", model.peft_config["default"])
+    model.add_adapter("dpo", model.peft_config["default"])
+    model.save_pretrained(tmp_path / "named", selected_adapters=["sft", "dpo"])
+    for adapter, got, remedy in (
+        ("org/adapter", "no such folder", "hf download"),
+        (tmp_path / "named", "no adapter_config.json", f"{tmp_path / 'named' / 'dpo'}, {tmp_path / 'named' / 'sft'}"),
+        (base, "no adapter_config.json", "save_pretrained or the trainer wrote."),
+    ):
+        report = json.loads(run("merge", base, tmp_path / "out", "-a", adapter, "--json", status=1).stdout)
+        assert report["got"] == got and remedy in report["remedy"]
+    run("merge", base, tmp_path / "out", "-a", tmp_path / "named" / "sft")
+
+
+def test_progress_without_a_terminal_is_a_line_each_tenth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_llama(tmp_path / "base")
+    train_llama(base, tmp_path / "adapter")
+    assert " % of " not in run("merge", base, tmp_path / "quick", "-a", tmp_path / "adapter").stderr
+    monkeypatch.setattr("unsloth_plugins.cli._SHORT_S", -1.0)
+    done = run("merge", base, tmp_path / "out", "-a", tmp_path / "adapter")
+    told = re.findall(r"^(\d+) % of 0\.00 GB, at ", done.stderr, re.M)
+    assert 4 < len(told) < 11 and told[-1] == "100" and sorted(set(told), key=int) == told
+    quiet = run("merge", base, tmp_path / "json", "-a", tmp_path / "adapter", "--json")
+    assert not quiet.stderr
 
 
 def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:

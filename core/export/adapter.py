@@ -119,11 +119,7 @@ class Adapter:
         weights = [folder / name for name in ("adapter_model.safetensors", "adapter_model.bin")]
         present = [file for file in weights if file.is_file()]
         if not path.is_file() or not present:
-            raise ExportError(
-                expected=f"adapter_config.json and adapter_model.safetensors in {folder}",
-                got=f"no {path.name if not path.is_file() else weights[0].name}",
-                remedy="Give the folder that PEFT's save_pretrained or the trainer wrote.",
-            )
+            raise _no_adapter(folder, f"no {path.name if not path.is_file() else weights[0].name}")
         self.file = present[0]
         self.config: dict[str, Any] = read_adapter_config(path)
         self.source: Source
@@ -368,6 +364,18 @@ class Adapter:
             got=f"none in {self.file.name}",
             remedy="The adapter is incomplete: save it again.",
         )
+
+
+def _no_adapter(folder: Path, lacks: str) -> ExportError:
+    remedy = "Give the folder that PEFT's save_pretrained or the trainer wrote."
+    if not folder.is_dir():
+        lacks = "no such folder"
+        remedy += " An adapter on the hub is not fetched: `hf download ID --local-dir FOLDER` first."
+    elif below := sorted(str(one.parent) for one in folder.glob("*/adapter_config.json")):
+        remedy = f"Give the one that you want of {', '.join(below)}."
+    return ExportError(
+        expected=f"adapter_config.json and adapter_model.safetensors in {folder}", got=lacks, remedy=remedy
+    )
 
 
 def _load_pickled(file: Path) -> dict[str, torch.Tensor]:

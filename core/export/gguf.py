@@ -13,6 +13,7 @@ import torch
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.adapter import Adapter
 from unsloth_plugins.core.export.base import open_base, resolve_folder, spans, stop_ids
+from unsloth_plugins.core.export.folder import check_new
 from unsloth_plugins.core.export.gguf_file import PLAIN, Tensor, check_package, new_writer, rounded, write
 from unsloth_plugins.core.export.gguf_layout import Piece, add_metadata, architecture_of, pieces_of
 from unsloth_plugins.core.export.gguf_vocab import add_vocabulary, load_tokenizer
@@ -109,6 +110,7 @@ def export_gguf(
             got="a Modelfile and a largest size together",
             remedy="Leave out --max-shard-gb (max_shard_bytes), or --ollama.",
         )
+    check_new(Path(output))
     output, folder = Path(output), resolve_folder(model)
     base = open_base(folder)
     arch = architecture_of(base.config)

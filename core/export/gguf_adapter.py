@@ -16,6 +16,7 @@ import torch
 from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 from unsloth_plugins.core.export.adapter import Changes, Stored
 from unsloth_plugins.core.export.base import Base, open_base, resolve_folder, spans
+from unsloth_plugins.core.export.folder import check_new
 from unsloth_plugins.core.export.gguf import GgufReport
 from unsloth_plugins.core.export.gguf_file import PLAIN, Tensor, check_package, new_writer, rounded, write
 from unsloth_plugins.core.export.gguf_layout import Piece, architecture_of, pieces_of
@@ -56,6 +57,7 @@ def export_gguf_adapter(
             expected=f"quant of an adapter to be one of {', '.join(PLAIN)}", got=repr(quant), remedy="Choose one."
         )
     check_package()
+    check_new(Path(output))
     folder, output = resolve_folder(base), Path(output)
     opened = open_base(folder)
     arch = architecture_of(opened.config)

@@ -18,6 +18,7 @@ from unsloth_plugins.core.export.adapter import Adapter
 from unsloth_plugins.core.export.base import Base, check_device, fingerprint, open_base, resolve_folder, spans, stop_ids
 from unsloth_plugins.core.export.folder import (
     appearing,
+    check_new,
     check_space,
     cleaned_config,
     copy_files,
@@ -101,6 +102,8 @@ def merge(
         ConfigError: an option that can't be.
         UnsupportedError: an adapter or a quantisation that can't be merged.
     """
+    check_dtype(dtype)
+    check_new(Path(output))
     check_device(device)
     folder = resolve_folder(base)
     opened = open_base(folder, device)
