@@ -15,3 +15,11 @@ except ImportError as error:
     ) from error
 
 __all__ = ["UnslothPlugin"]
+
+
+def __getattr__(name: str) -> object:
+    """For a misspelt class under ``plugins:``, which Axolotl looks up here."""
+    raise AttributeError(
+        f"expected UnslothPlugin in {__name__}; got {name!r}. "
+        f"Write `- {__name__}.UnslothPlugin` under `plugins:` in the config."
+    )

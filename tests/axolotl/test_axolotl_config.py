@@ -248,6 +248,16 @@ def test_merging_would_drop_adapters_on_packed_experts(experts: bool, packed: Pa
         load(packed, **options)
 
 
+def test_a_misspelt_class_stops_axolotl_and_names_the_right_line(folder: Path) -> None:
+    from axolotl.integrations.base import PluginManager
+
+    import unsloth_plugins.axolotl
+
+    with pytest.raises(AttributeError, match=r"Write `- unsloth_plugins\.axolotl\.UnslothPlugin` under `plugins:`"):
+        PluginManager.get_instance().register("unsloth_plugins.axolotl.UnsloothPlugin")
+    assert not hasattr(unsloth_plugins.axolotl, "anything_else")
+
+
 def test_a_failed_import_of_ours_stops_axolotl(folder: Path) -> None:
     """Axolotl swallows ImportError and would train on without the plugin."""
     path = folder / "broken.yml"
