@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from unsloth_plugins.core.errors import ConflictError, ExportError
 
+_log = logging.getLogger(__name__)
+_NOT_THERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # mounts of Lustre, FUSE and cloud drives
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
 _NOT_COPIED = (
     *("config.json", "adapter_config.json", "base_record.json", "export_manifest.json", "trainer_state.json"),
@@ -173,10 +177,10 @@ def _locked(target: Path, file: Path) -> Iterator[None]:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(lock, target)
             if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
                 raise BlockingIOError  # the last holder removed this file after it was opened here
-        except OSError as error:
+        except (BlockingIOError, FileNotFoundError) as error:
             raise ConflictError(
                 expected=f"one process that writes {target}",
                 got="another one, which has locked it",
@@ -186,6 +190,15 @@ def _locked(target: Path, file: Path) -> Iterator[None]:
             yield
         finally:
             file.unlink(missing_ok=True)
+
+
+def _lock(file: IO[str], target: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NOT_THERE:
+            raise
+        _log.warning("The file system of %s has no locks: let no other process write it now.", target)
 
 
 def _appear(hidden: Path, target: Path) -> None:
@@ -198,6 +211,9 @@ def _sync(path: Path) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
+    except OSError as error:
+        if error.errno not in _NOT_THERE or not path.is_dir():
+            raise  # some file systems sync no folders: then files may appear a little later than their name
     finally:
         os.close(number)
 

@@ -110,8 +110,9 @@ def export_gguf(
             got="a Modelfile and a largest size together",
             remedy="Leave out --max-shard-gb (max_shard_bytes), or --ollama.",
         )
-    check_new(Path(output))
-    output, folder = Path(output), resolve_folder(model)
+    output = Path(output).expanduser()
+    check_new(output)
+    folder = resolve_folder(model)
     base = open_base(folder)
     arch = architecture_of(base.config)
     if quant == "mxfp4" and arch != "gpt-oss":

@@ -57,8 +57,9 @@ def export_gguf_adapter(
             expected=f"quant of an adapter to be one of {', '.join(PLAIN)}", got=repr(quant), remedy="Choose one."
         )
     check_package()
-    check_new(Path(output))
-    folder, output = resolve_folder(base), Path(output)
+    output = Path(output).expanduser()
+    check_new(output)
+    folder = resolve_folder(base)
     opened = open_base(folder)
     arch = architecture_of(opened.config)
     adapters = open_adapters(adapter)

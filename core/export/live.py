@@ -48,11 +48,12 @@ def merge_model(
     Raises:
         ConfigError: not a PEFT model, several active adapters, or merged already; else see ``merge``.
     """
+    target = Path(output).expanduser()
     model, active = _peft_model(model)
     opened = base_of_model(model)
     folder = _folder(model)
     with contextlib.ExitStack() as stack:
-        saved = Path(adapter_output or stack.enter_context(scratch(Path(output))))
+        saved = Path(adapter_output).expanduser() if adapter_output else stack.enter_context(scratch(target))
         model.save_pretrained(saved, selected_adapters=[active])
         saved = saved if active == "default" else saved / active
         if tokenizer is not None:
@@ -63,7 +64,7 @@ def merge_model(
         generation = getattr(model, "generation_config", None)
         extra = {"generation_config.json": generation.to_json_string()} if generation is not None else {}
         return write_merged(
-            opened, folder, [Adapter(saved)], Path(output), dtype, max_shard_bytes, progress, where, notes, extra
+            opened, folder, [Adapter(saved)], target, dtype, max_shard_bytes, progress, where, notes, extra
         )
 
 
@@ -167,14 +168,15 @@ def check_model(
         ConfigError, UnsupportedError, ExportError: as ``merge_model``; for 16 and 32 bits with the disk space.
     """
     check_dtype(dtype)
-    check_new(Path(output))
+    target = Path(output).expanduser()
+    check_new(target)
     if adapter_output is not None:
-        check_new(Path(adapter_output))
+        check_new(Path(adapter_output).expanduser())
     model, active = _peft_model(model)
     check_kind(model.peft_config[active].to_dict(), f"the adapter {active!r}")
     base = base_of_model(model)
     if (width := {"bf16": 2, "fp16": 2, "fp32": 4}.get(dtype)) is not None:
-        check_space(Path(output), sum(info.nbytes // info.dtype.itemsize * width for info in base.infos.values()))
+        check_space(target, sum(info.nbytes // info.dtype.itemsize * width for info in base.infos.values()))
 
 
 def peft_models(module: nn.Module) -> list[Any]:

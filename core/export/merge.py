@@ -103,14 +103,15 @@ def merge(
         UnsupportedError: an adapter or a quantisation that can't be merged.
     """
     check_dtype(dtype)
-    check_new(Path(output))
+    target = Path(output).expanduser()
+    check_new(target)
     check_device(device)
     folder = resolve_folder(base)
     opened = open_base(folder, device)
     adapters = open_adapters(adapter)
     notes = [check_base(one, base, folder, opened.source, allow_other_base) for one in adapters]
     where = {"base": str(base), "base_fingerprint": fingerprint(opened.source)}
-    return write_merged(opened, folder, adapters, Path(output), dtype, max_shard_bytes, progress, where, notes)
+    return write_merged(opened, folder, adapters, target, dtype, max_shard_bytes, progress, where, notes)
 
 
 def open_adapters(adapter: Adapters) -> list[Adapter]:

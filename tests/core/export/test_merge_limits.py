@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
+import os
 import random
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -21,13 +24,13 @@ from merge_cases import save_llama, save_packed, small_tokenizer, tensors, train
 from safetensors.torch import save_file
 
 from unsloth_plugins.core.errors import ConflictError, ExportError
-from unsloth_plugins.core.export import merge
+from unsloth_plugins.core.export import merge, merge_model
 from unsloth_plugins.core.export.folder import appearing, cleaned_config
 from unsloth_plugins.core.export.tensors import Progress
 
 MERGE = """
 import os, signal, sys
-from unsloth_plugins.core.export import merge
+from unsloth_plugins.core.export import merge, merge_model
 base, adapter, out, shard = sys.argv[1:5]
 die_at = float(sys.argv[5]) if sys.argv[5:] else 2
 def progress(done, total, name):
@@ -328,6 +331,41 @@ def test_an_output_that_exists_or_is_being_written_is_refused(tmp_path: Path) ->
             merge(base, tmp_path / "adapter", tmp_path / "out")
     with pytest.raises(ExportError, match="does not exist yet"):
         merge(base, tmp_path / "adapter", tmp_path / "out")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_and_synced_folders_is_written_with_a_warning(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = save_llama(tmp_path / "base")
+    train_llama(base, tmp_path / "adapter")
+    sync = os.fsync
+
+    def no_lock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def files_only(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(file)
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    monkeypatch.setattr(os, "fsync", files_only)
+    merge(base, tmp_path / "adapter", tmp_path / "out")
+    assert "has no locks" in caplog.text and (tmp_path / "out" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out"]
+    number = errno.EIO  # a disk that fails is another thing
+    with pytest.raises(OSError, match="Input/output error"):
+        merge(base, tmp_path / "adapter", tmp_path / "second")
+
+
+def test_outputs_below_home_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_llama(tmp_path / "base")
+    model = train_llama(base, tmp_path / "adapter")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert merge("~/base", "~/adapter", "~/out").output == tmp_path / "out"
+    merge_model(model, "~/live", adapter_output="~/kept")
+    assert all((tmp_path / name).is_dir() for name in ("out", "live", "kept"))
 
 
 def test_config_is_cleaned_at_every_depth() -> None:
