@@ -226,6 +226,9 @@ def test_a_model_without_an_embedding_is_no_gguf(tmp_path: Path) -> None:
     [
         ("config.json", {"vocab_size": "x"}, "vocab_size"),
         ("config.json", None, "vocab_size in"),
+        ("config.json", {"eos_token_id": [1, "x"]}, "eos_token_id"),
+        ("generation_config.json", {"eos_token_id": 3.5}, "eos_token_id in the model's generation_config.json"),
+        ("tokenizer_config.json", {"model_max_length": "x"}, "a tokenizer that transformers loads"),
         ("config.json", [], "config.json in"),
         ("generation_config.json", [], "generation_config.json in"),
         ("generation_config.json", "x", "generation_config.json in"),

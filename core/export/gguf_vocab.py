@@ -46,7 +46,9 @@ def load_tokenizer(folder: Path) -> Any:
             expected=f"a tokenizer in {folder}", got="none", remedy="Save it there with tokenizer.save_pretrained."
         )
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer("a")  # some damage shows only then
+        return tokenizer
     except Exception as error:  # of json, tokenizers and transformers, each with its own
         raise ExportError(
             expected=f"a tokenizer that transformers loads from {folder}",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from unsloth_plugins.core.errors import ExportError
-from unsloth_plugins.core.export.base import open_base, resolve_folder
+from unsloth_plugins.core.export.base import open_base, resolve_folder, stop_ids
 from unsloth_plugins.core.export.folder import appearing
 from unsloth_plugins.core.export.gguf_vocab import load_tokenizer, one_line
 from unsloth_plugins.core.tokenizer.checks import Finding, check_tokenizer
@@ -29,6 +29,9 @@ def _load(model: str | Path) -> tuple[Any, Any, Any]:
     generation = None
     if (folder / "generation_config.json").is_file():
         generation = _loaded(GenerationConfig, folder, "generation_config.json", "Save it again, or remove it.")
+    for part, name in ((config, "config.json"), (generation, "generation_config.json")):
+        if part is not None:
+            stop_ids(part.to_dict(), name)
     stand_in = SimpleNamespace(vocab_size=_rows(folder, config), config=config, generation_config=generation)
     tokenizer = load_tokenizer(folder)
     return stand_in, tokenizer, _slow(folder, tokenizer)
