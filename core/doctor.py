@@ -12,16 +12,22 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from packaging.requirements import Requirement
 
 from unsloth_plugins.core.device import supports_grouped_mm, why_no_triton
-from unsloth_plugins.core.layers import gated, rms_norm
+from unsloth_plugins.core.experts.gemm import GEMMS
+from unsloth_plugins.core.experts.matmul import ExpertLora
+from unsloth_plugins.core.experts.op import experts, resolve_implementation
+from unsloth_plugins.core.layers import gated, rms_norm, rope
+from unsloth_plugins.core.layers.lora_linear import LoraProjection, LoraTerm, lora_linears
+from unsloth_plugins.core.loss import linear_cross_entropy
 from unsloth_plugins.core.mxfp4.codec import decode, encode
 from unsloth_plugins.core.mxfp4.weight import PackedWeight
 from unsloth_plugins.core.offload.engine import engine_for
@@ -77,6 +83,7 @@ def examine(folder: Path | None = None) -> list[Finding]:
         ("attention", lambda: attention(device, dtype)),
         ("grouped GEMM", lambda: grouped_gemm(device, dtype)),
         ("kernels", lambda: kernels(device, dtype)),
+        ("ops", lambda: ops(device, dtype)),
         ("bitsandbytes", lambda: four_bits(device)),
         ("host memory", lambda: host_memory(device)),
         ("PCIe", lambda: link(device)),
@@ -238,34 +245,55 @@ def attention(device: torch.device, dtype: torch.dtype) -> list[Finding]:
     return found
 
 
-def grouped_gemm(device: torch.device, dtype: torch.dtype) -> list[Finding]:
-    """``torch._grouped_mm``, which the experts' speed comes from."""
-    if not supports_grouped_mm(device, dtype):
-        gain = "torch's grouped GEMM for experts; other kernels or a loop serve instead"
-        return [Finding("grouped GEMM", "missing", f"{dtype} on {device.type}".replace("torch.", ""), gain)]
-    ends = torch.tensor([32, 32, 96], dtype=torch.int32, device=device)
+_ENDS = (32, 32, 96)  # where the rows of each of three experts end
+_EXPERTS_BY = {
+    "grouped_mm": "torch's grouped GEMM",
+    "triton": "our Triton grouped GEMM",
+    "reference": "a loop over experts",
+}
 
-    def loop(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x[:32] @ w[0], x[32:] @ w[2]])
 
+def _by_expert(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x times the matrix of its expert, one expert after the other."""
+    starts = (0, *_ENDS)
+    return torch.cat([x[start:end] @ w[e] for e, (start, end) in enumerate(zip(starts, _ENDS, strict=False))])
+
+
+def _check_gemm(name: str, kind: Literal["grouped_mm", "triton"], device: torch.device, dtype: torch.dtype) -> Finding:
+    ends_E = torch.tensor(_ENDS, dtype=torch.int32, device=device)
     inputs = _draw(device, x=(96, 64), w=(3, 64, 64))
-    wrong = compare(lambda x, w: torch._grouped_mm(x, w, offs=ends), loop, inputs, dtype)
-    return [_checked("grouped GEMM", wrong, dtype)]
+    return _checked(name, compare(lambda x, w: GEMMS[kind].product(x, w, ends_E), _by_expert, inputs, dtype), dtype)
+
+
+def grouped_gemm(device: torch.device, dtype: torch.dtype) -> list[Finding]:
+    """``torch._grouped_mm``, which the experts' speed comes from, and who serves where it does not run."""
+    if not supports_grouped_mm(device, dtype):
+        serves = _EXPERTS_BY[resolve_implementation("auto", device, dtype)[0]]
+        gain = f"torch's grouped GEMM for experts; {serves} serves instead"
+        return [Finding("grouped GEMM", "missing", f"{dtype} on {device.type}".replace("torch.", ""), gain)]
+    return [_check_gemm("grouped GEMM", "grouped_mm", device, dtype)]
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> list[Finding]:
-    """Norm, gate and MXFP4 decoding."""
+    """The Triton kernels of norm, gate, rotary embedding and grouped GEMM, and MXFP4 decoding."""
     reason = why_no_triton(device, dtype)
     if reason is not None:
-        return [Finding("kernels: norm, gate, MXFP4", "missing", reason, "faster layers; plain PyTorch serves instead")]
+        return [Finding("Triton kernels", "missing", reason, "faster layers; plain PyTorch serves instead")]
+    angles = _draw(device, angles=(1, 40, 64))["angles"].float()
+
+    def turned(q: torch.Tensor, k: torch.Tensor, **options: Any) -> torch.Tensor:
+        return torch.cat(rope(q, k, angles.cos(), angles.sin(), **options), 1)
+
     found = []
-    for name, inputs in (
-        ("norm", _draw(device, x=(64, 256), weight=(256,))),
-        ("gate", _draw(device, gate=(64, 256), up=(64, 256))),
-    ):
-        op: Any = {"norm": lambda x, weight, **o: rms_norm(x, weight, eps=1e-6, **o), "gate": gated}[name]
-        wrong = compare(lambda op=op, **x: op(**x, implementation="triton"), op, inputs, dtype)
+    ops: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
+        "norm": (functools.partial(rms_norm, eps=1e-6), {"x": (64, 256), "weight_N": (256,)}),
+        "gate": (gated, {"gate": (64, 256), "up": (64, 256)}),
+        "rope": (turned, {"q": (1, 4, 40, 64), "k": (1, 2, 40, 64)}),
+    }
+    for name, (op, shapes) in ops.items():
+        wrong = compare(functools.partial(op, implementation="triton"), op, _draw(device, **shapes), dtype)
         found.append(_checked(f"kernels: {name}", wrong, dtype))
+    found.append(_check_gemm("kernels: grouped GEMM", "triton", device, dtype))
     blocks, scales = encode(_draw(torch.device("cpu"), w=(2, 64, 128))["w"].float())
     dense = PackedWeight(blocks.to(device), scales.to(device)).dense(dtype).transpose(-1, -2)
     equal = torch.equal(dense.cpu(), decode(blocks, scales, dtype))
@@ -275,6 +303,57 @@ def kernels(device: torch.device, dtype: torch.dtype) -> list[Finding]:
         else Finding("kernels: MXFP4", "broken", "decodes to other numbers than the reference", "wrong weights")
     )
     return found
+
+
+def ops(device: torch.device, dtype: torch.dtype) -> list[Finding]:
+    """What is made of kernels, as ``apply`` runs it here: a layer of experts, LoRA on a linear layer, the loss."""
+    return [_check_experts(device, dtype), _check_lora(device, dtype), _check_loss(device, dtype)]
+
+
+def _check_experts(device: torch.device, dtype: torch.dtype) -> Finding:
+    """Six experts with LoRA, two for each of 96 tokens and one without any."""
+    serves, _ = resolve_implementation("auto", device, dtype)
+    index_NK = torch.stack([torch.arange(96) % 5, (torch.arange(96) + 2) % 5], 1).to(device)
+
+    def layer(x: Any, weight: Any, gate_up: Any, down: Any, a1: Any, b1: Any, a2: Any, b2: Any, kind: Any) -> Any:
+        one, two = [ExpertLora(a1, b1, 0.1)], [ExpertLora(a2, b2, 0.1)]
+        given = (x, gate_up, None, down, None, index_NK, weight)
+        return experts(*given, implementation=kind, gate_up_lora=one, down_lora=two)
+
+    inputs = _draw(device, x=(96, 64), weight=(96, 2), gate_up=(6, 64, 64), down=(6, 32, 64))
+    inputs |= _draw(device, a1=(6, 8, 64), b1=(6, 8, 64), a2=(6, 8, 32), b2=(6, 8, 64))
+    inputs["gate_up"] *= 0.1  # so that few gates reach the activation's limit, where a rounding changes a gradient
+    run = functools.partial(layer, kind=serves)
+    finding = _checked("experts", compare(run, functools.partial(layer, kind="reference"), inputs, dtype), dtype)
+    return replace(finding, detail=f"{_EXPERTS_BY[serves]}: {finding.detail}")
+
+
+def _check_lora(device: torch.device, dtype: torch.dtype) -> Finding:
+    frozen_OI = _draw(device, w=(96, 64))["w"].to(dtype)
+
+    def fused(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        term = LoraTerm(a, b, 0.5)
+        return lora_linears(x, [LoraProjection(lambda dtype: frozen_OI.to(dtype), 96, None, [term])])[0]
+
+    def plain(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return x @ frozen_OI.to(x.dtype).T + 0.5 * (x @ a.T @ b.T)
+
+    return _checked("LoRA linear", compare(fused, plain, _draw(device, x=(80, 64), a=(8, 64), b=(96, 8)), dtype), dtype)
+
+
+def _check_loss(device: torch.device, dtype: torch.dtype) -> Finding:
+    """A vocabulary that is no multiple of anything, and a label that does not count."""
+    labels_N = torch.arange(80, device=device) * 12
+    labels_N[7] = -100
+
+    def plain(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        logits_NV = hidden @ head.T
+        return F.cross_entropy(logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)), labels_N)
+
+    def chunked(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(hidden, head, labels_N)
+
+    return _checked("loss", compare(chunked, plain, _draw(device, hidden=(80, 64), head=(1003, 64)), dtype), dtype)
 
 
 def four_bits(device: torch.device) -> list[Finding]:
