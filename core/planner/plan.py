@@ -9,7 +9,7 @@ from typing import Any
 from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.errors import ConfigError
 from unsloth_plugins.core.planner.cards import CARDS, CONTEXT_GIB, Card, find_card
-from unsloth_plugins.core.planner.measured import Measured, find_measured
+from unsloth_plugins.core.planner.measured import ROWS, Measured, find_measured
 from unsloth_plugins.core.planner.memory import (
     RESERVED,
     Dtype,
@@ -22,7 +22,7 @@ from unsloth_plugins.core.planner.memory import (
     check,
     predict,
 )
-from unsloth_plugins.core.planner.shape import ModelShape, find_shape
+from unsloth_plugins.core.planner.shape import BUILT_IN, ModelShape, find_shape
 
 GIB = 1 << 30
 PROCESS_GIB = 2.1  # host memory of a training process by itself; measured 1.7 to 2.04
@@ -222,8 +222,8 @@ def _notes(shape: ModelShape, setup: Setup, card: str | None, tokens: int | None
         notes.append(f"{shape.name} was trained on up to {shape.trained_tokens:,} positions.")
     if card is not None and card.endswith("*"):
         notes.append(f"{card.rstrip('*')} has no bf16: train in fp16.")
-    if not shape.experts:
-        notes.append("Checked against counted tensors, not yet against a measured peak: dense models on a GPU.")
+    if shape.family not in {BUILT_IN[row.model].family for row in ROWS}:
+        notes.append(f"Checked against counted tensors, not yet against a measured peak: {shape.family}.")
     if setup.config.gradient_checkpointing is False:
         notes.append("Planned with gradient checkpointing, which the trainer must switch on.")
     return tuple(notes)

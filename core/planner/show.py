@@ -52,7 +52,10 @@ def _answer(report: PlanReport) -> str:
         )
     for remedy in report.remedies:
         lines.append(f"  would fit: {remedy.change} ({remedy.peak_gib:.2f} GiB, host {remedy.host_gib:.1f} GiB)")
-    speeds = [f"{row.tokens_per_s:,.0f} tokens/s with {row.attention} ({row.source})" for row in report.measured]
+    speeds = [
+        f"{row.tokens_per_s:,.0f} tokens/s with {row.attention} under a cap of {row.cap_gib:g} GiB ({row.source})"
+        for row in report.measured
+    ]
     lines.append("speed: " + ("; ".join(speeds) or "not measured for this card, model, setup and length"))
     return "\n".join(lines)
 
