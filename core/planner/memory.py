@@ -25,7 +25,7 @@ from unsloth_plugins.core.offload.budget import MARGIN
 from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.offload.policy import Plan, choose
 from unsloth_plugins.core.planner.shape import ModelShape
-from unsloth_plugins.core.sink_attention.fa4 import GROUP_BYTES as FA4_GROUP_BYTES
+from unsloth_plugins.core.sink_attention import cudnn, fa4
 
 Dtype = Literal["mxfp4", "nf4", "bf16", "fp16"]
 Optimizer = Literal["adamw", "adamw_8bit", "sgd"]
@@ -306,6 +306,15 @@ def _mlp_backward(shape: ModelShape, setup: Setup, tokens: int) -> int:
     return residual + _mlp_tile(shape, setup, tokens)
 
 
+def _head_group_bytes(shape: ModelShape, setup: Setup, tokens: int) -> int:
+    """What flash-attn-4 or cuDNN sum the gradients of one group of heads in, and those before they are copied to their
+    places. ``auto`` counts as cuDNN, which takes the most of what it may choose."""
+    work = tokens * shape.query_size * (fa4 if setup.config.attention == "fa4" else cudnn).WORK_BYTES
+    at_once = fa4.heads_at_once(shape.kv_heads, work)
+    whole = work if at_once == shape.kv_heads else work + tokens * (shape.query_size + 2 * shape.kv_size) * HALF
+    return whole * at_once // shape.kv_heads
+
+
 def _attention_backward(shape: ModelShape, setup: Setup, tokens: int) -> int:
     """Beyond what is saved up to there, while the gradient passes attention."""
     query, kv = tokens * shape.query_size, tokens * shape.kv_size
@@ -315,7 +324,7 @@ def _attention_backward(shape: ModelShape, setup: Setup, tokens: int) -> int:
         if _attention(shape, setup) == "triton":
             gradients -= query  # o is let go before dq is made
         else:
-            sums += min(query * FULL, FA4_GROUP_BYTES)  # flash-attn-4's or cuDNN's, where `auto` takes it
+            sums += _head_group_bytes(shape, setup, tokens)
     else:  # flash attention of torch: dq summed in float32, dk and dv of every query head
         sums = query * FULL + (2 * query * HALF if shape.heads != shape.kv_heads else 0)
     return input_bytes(shape, tokens) + gradients * HALF + sums

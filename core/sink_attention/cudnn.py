@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from unsloth_plugins.core.offload.survivors import survive
-from unsloth_plugins.core.sink_attention.fa4 import GROUP_BYTES
+from unsloth_plugins.core.sink_attention.fa4 import heads_at_once
 
 WORK_BYTES = 8  # of an element of q: float32 sums of dq, and dk and dv of every query head
 PRODUCT_BYTES = 32 << 20  # of float32 do * o for the sink's gradient
@@ -79,8 +79,7 @@ class _Cudnn(torch.autograd.Function):
             do = torch.empty_like(o_BHTD).copy_(do)
         heads, kv_heads = q.shape[1], k.shape[1]
         ratio = heads // kv_heads
-        groups = max(ctx.head_groups, -(-q.numel() * WORK_BYTES // GROUP_BYTES))
-        step = max(1, kv_heads // min(groups, kv_heads))
+        step = heads_at_once(kv_heads, q.numel() * WORK_BYTES, ctx.head_groups)
         grads = [torch.empty_like(x) for x in (q, k, v)] if step < kv_heads else []
         dsink_H = torch.empty_like(sink_H, dtype=torch.float32) if ctx.needs_input_grad[3] else None
         for begin in range(0, kv_heads, step):
@@ -96,6 +95,7 @@ class _Cudnn(torch.autograd.Function):
                 continue
             for whole, piece, of in zip(grads, part, (of_q, kv, kv), strict=True):
                 whole[:, of] = piece
+            del part, piece  # the next group gets the memory
         need = ctx.needs_input_grad
         dq, dk, dv = (x.transpose(1, 2) if needed else None for x, needed in zip(grads, need[:3], strict=True))
         return dq, dk, dv, None if dsink_H is None else dsink_H.to(sink_H.dtype), None, None

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from unsloth_plugins.core.offload.survivors import survive
 from unsloth_plugins.core.sink_attention.masks import Remembered
 
-GROUP_BYTES = 256 << 20  # of float32 dq in one group
+GROUP_BYTES = 256 << 20  # of what backward sums in, in one group
+WORK_BYTES = 4  # of an element of q: float32 sums of dq
 _documents: Remembered[Any] = Remembered()
 _holes: Remembered[bool] = Remembered()
 
@@ -47,6 +48,13 @@ def has_holes(key_mask_BS: torch.Tensor | None) -> bool:
     if key_mask_BS is None:
         return False
     return _holes.get(key_mask_BS, None, lambda: not bool(key_mask_BS.all()))
+
+
+def heads_at_once(kv_heads: int, work_bytes: int, groups: int = 1) -> int:
+    """Key/value heads of one group of backward: at least ``groups`` groups, and more where ``work_bytes``, which all
+    heads together take, would pass ``GROUP_BYTES`` in one; at the least one head."""
+    groups = max(groups, -(-work_bytes // GROUP_BYTES))
+    return max(1, kv_heads // min(groups, kv_heads))
 
 
 class _Fa4(torch.autograd.Function):
@@ -100,8 +108,7 @@ class _Fa4(torch.autograd.Function):
             dlse = dlse.transpose(0, 1).reshape(lse.shape)
         heads, kv_heads = q.shape[-2], k.shape[-2]
         ratio = heads // kv_heads
-        groups = max(ctx.head_groups, -(-q.numel() * 4 // GROUP_BYTES))
-        step = max(1, kv_heads // min(groups, kv_heads))
+        step = heads_at_once(kv_heads, q.numel() * WORK_BYTES, ctx.head_groups)
         grads = (
             [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)] if step < kv_heads else []
         )
@@ -129,6 +136,7 @@ class _Fa4(torch.autograd.Function):
                 continue
             for whole, piece, of in zip(grads, part, (of_q, kv, kv), strict=False):
                 whole[..., of, :] = piece
+            del part, piece  # the next group gets the memory
         if ends_N is not None:
             grads = [grad.unflatten(0, ctx.rows) for grad in grads]
         need = ctx.needs_input_grad

@@ -28,6 +28,7 @@ from unsloth_plugins.core.models import layers as binding
 from unsloth_plugins.core.planner import memory
 from unsloth_plugins.core.planner.memory import Setup
 from unsloth_plugins.core.planner.shape import find_shape
+from unsloth_plugins.core.sink_attention import cudnn, fa4
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_in_the_interpreter")
@@ -217,3 +218,31 @@ def test_backward_of_a_dense_mlp(tokens: int, monkeypatch: pytest.MonkeyPatch) -
     told = memory._mlp_backward(shape, setup, tokens) - memory.input_bytes(shape, tokens)  # without the gradient given
     told -= min(tokens, 128) * 3 * shape.hidden * memory.HALF  # no norm before it here, whose tokens are made again
     assert counted / told == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_backward_of_attention_by_groups_of_heads(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' own memory is what ``WORK_BYTES`` says; with more groups than heads each head is one."""
+
+    def backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, scale: float) -> tuple[torch.Tensor, ...]:
+        work = torch.empty(q.numel() * cudnn.WORK_BYTES, dtype=torch.uint8)
+        grads = tuple(torch.zeros_like(x) for x in (q, k, v))
+        assert work.numel()
+        return grads
+
+    forward = lambda q, k, v, scale: (torch.zeros_like(q), torch.zeros(q.shape[:3]))  # noqa: E731
+    monkeypatch.setattr(cudnn, "_forward", forward)
+    monkeypatch.setattr(cudnn, "_backward", backward)
+    shape = find_shape(transformers.LlamaConfig(**SIZES | {"num_attention_heads": 16, "num_key_value_heads": 4}))
+    setup = Setup("bf16", RANK, config=UnslothConfig(attention="cudnn"))
+    tokens = 512
+    monkeypatch.setattr(fa4, "GROUP_BYTES", tokens * shape.query_size * cudnn.WORK_BYTES // groups)
+    q, k, v = (
+        torch.zeros(1, tokens, heads, shape.head_size, dtype=torch.bfloat16).requires_grad_() for heads in (16, 4, 4)
+    )
+    y = cudnn.sink_attention_cudnn(q, k, v, None, scale=1.0)
+    dy = torch.zeros_like(y)
+    counted = most_allocated(lambda: torch.autograd.grad(y, (q, k, v), dy))
+    told = memory._attention_backward(shape, setup, tokens) - memory.input_bytes(shape, tokens) - dy.nbytes
+    rows = tokens * shape.heads * memory.FULL  # of all heads at once, where the groups have their own
+    assert told - rows <= counted <= told

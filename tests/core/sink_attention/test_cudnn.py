@@ -10,7 +10,7 @@ import torch
 from attention_cases import Case, run_case
 
 from unsloth_plugins.core.errors import UnsupportedError
-from unsloth_plugins.core.sink_attention import backends, cudnn, sink_attention
+from unsloth_plugins.core.sink_attention import backends, cudnn, fa4, sink_attention
 
 CASES = {
     "full": Case((2, 80, 80, 8, 4, 16)),
@@ -81,7 +81,7 @@ def test_no_worse_than_eager(
 
 
 def test_float32_sums_beyond_the_bound_are_made_by_groups(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn, "GROUP_BYTES", 2 * 80 * 8 * 16 * 4 // 2)
+    monkeypatch.setattr(fa4, "GROUP_BYTES", 2 * 80 * 8 * 16 * cudnn.WORK_BYTES // 2)
     run_case(CASES["full"], torch.bfloat16, "cpu", "cudnn")
     assert stand_in.heads == [2, 2]
 
