@@ -68,7 +68,7 @@ def setup_of(applied: Applied) -> tuple[ModelShape, Setup]:
     if not applied.checkpointing.on:
         raise _unplanned("gradient checkpointing", "a model without")
     shape = find_shape(causal_lm.config)
-    rank, targets = _lora_of(causal_lm)
+    rank, targets = _lora_of(causal_lm, bool(shape.experts) and shape.family != "gpt_oss")
     config = applied.config if applied.stream is None else replace(applied.config, weights="streamed")
     setup = Setup(_dtype_of(applied), rank, "all" if targets else "attention", "adamw", config)  # type: ignore[arg-type]
     check(shape, setup)
@@ -99,8 +99,9 @@ def _dtype_of(applied: Applied) -> str:
     return names[dtype]
 
 
-def _lora_of(causal_lm: nn.Module) -> tuple[int, bool]:
-    """The largest rank, and whether more than attention has an adapter."""
+def _lora_of(causal_lm: nn.Module, joined: bool) -> tuple[int, bool]:
+    """The largest rank, and whether more than attention has an adapter; ``joined``: experts' gate and up have one of
+    twice the rank."""
     ranks, beyond = set(), False
     for name, parameter in causal_lm.named_parameters():
         if not parameter.requires_grad:
@@ -109,7 +110,9 @@ def _lora_of(causal_lm: nn.Module) -> tuple[int, bool]:
             raise _unplanned("nothing but LoRA in training", f"{name} in training")
         beyond = beyond or any(part in _EXPERT_OR_MLP for part in name.split("."))
     for module in causal_lm.modules():
-        ranks |= set(getattr(module, "r", {}).values()) if hasattr(module, "lora_A") else set()
+        if hasattr(module, "lora_A"):
+            parts = 2 if joined and getattr(module, "parameter_name", None) == "gate_up_proj" else 1
+            ranks |= {rank // parts for rank in module.r.values()}  # type: ignore[union-attr,operator]
     if not ranks:
         raise _unplanned("LoRA", "a model without adapters")
     return max(ranks), beyond

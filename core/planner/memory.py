@@ -24,7 +24,7 @@ from unsloth_plugins.core.mxfp4.codec import BLOCK, BYTES
 from unsloth_plugins.core.offload.budget import MARGIN
 from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.offload.policy import Plan, choose
-from unsloth_plugins.core.planner.shape import ModelShape
+from unsloth_plugins.core.planner.shape import ATTENTION_LINEARS, ModelShape
 from unsloth_plugins.core.sink_attention import cudnn, fa4
 
 Dtype = Literal["mxfp4", "nf4", "bf16", "fp16"]
@@ -158,8 +158,8 @@ def base_bytes(shape: ModelShape, setup: Setup) -> int:
 
 def _adapted(shape: ModelShape, setup: Setup) -> dict[str, tuple[int, int]]:
     """The linear layers with an adapter."""
-    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-    return {name: size for name, size in shape.linears().items() if setup.lora_targets == "all" or name in attention}
+    everywhere = setup.lora_targets == "all"
+    return {name: size for name, size in shape.linears().items() if everywhere or name in ATTENTION_LINEARS}
 
 
 def _adapts_experts(shape: ModelShape, setup: Setup) -> bool:
@@ -169,9 +169,21 @@ def _adapts_experts(shape: ModelShape, setup: Setup) -> bool:
 def adapter_parameters(shape: ModelShape, setup: Setup) -> int:
     """Trainable parameters of one layer."""
     count = sum(inputs + outputs for inputs, outputs in _adapted(shape, setup).values())
-    if _adapts_experts(shape, setup):
-        count += shape.experts * sum(inputs + outputs for inputs, outputs in shape.expert_linears())
-    return setup.lora_rank * count
+    return setup.lora_rank * count + _expert_adapters(shape, setup)
+
+
+def _expert_ranks(shape: ModelShape, setup: Setup) -> tuple[int, ...]:
+    """Of the adapters on gate and up together, and on down. Old checkpoints of other models than gpt-oss have gate and
+    up by themselves: PEFT, asked for adapters by those names, makes one of twice the rank."""
+    if not _adapts_experts(shape, setup):
+        return 0, 0
+    return setup.lora_rank * (1 if shape.family == "gpt_oss" else 2), setup.lora_rank
+
+
+def _expert_adapters(shape: ModelShape, setup: Setup) -> int:
+    """Trainable parameters on the experts of one layer."""
+    ranks = zip(shape.expert_linears(), _expert_ranks(shape, setup), strict=False)  # dense models have no experts
+    return shape.experts * sum(rank * (inputs + outputs) for (inputs, outputs), rank in ranks)
 
 
 def input_bytes(shape: ModelShape, tokens: int) -> int:
@@ -186,7 +198,7 @@ def _saved_by_attention(shape: ModelShape, setup: Setup) -> int:
     if shape.norms_query_and_key:
         sizes += shape.query_size + shape.kv_size
         rows += shape.heads + shape.kv_heads
-    adapted = len({"q_proj", "k_proj", "v_proj", "o_proj"} & set(_adapted(shape, setup)))
+    adapted = len(set(ATTENTION_LINEARS) & set(_adapted(shape, setup)))
     sizes += adapted * setup.lora_rank  # x A of each; the norm's output is made again from the layer's input
     return sizes * HALF + rows * FULL
 
@@ -198,6 +210,7 @@ def _saved_by_mlp(shape: ModelShape) -> int:
     norms = (3 if shape.norms_outputs else 1) * FULL  # 1 / rms
     if shape.experts:
         norms += shape.top_k * (8 + FULL)  # indices and weights of the router
+        norms += (shape.experts + 1) * FULL * shape.routes_over_all  # its logits and their log-sum-exp
     return sizes * HALF + norms
 
 
@@ -207,9 +220,11 @@ def saved_bytes(shape: ModelShape, setup: Setup, tokens: int) -> int:
     return tokens * each + input_bytes(shape, tokens)
 
 
-def holding_bytes(shape: ModelShape, tokens: int) -> int:
-    """What a layer's experts or MLP projected first, where it is held instead of computed again."""
-    return tokens * max(shape.top_k, 1) * 2 * shape.intermediate * HALF
+def holding_bytes(shape: ModelShape, setup: Setup, tokens: int) -> int:
+    """What a layer's experts or MLP projected first, where it is held instead of computed again; experts have it in
+    float32 where the others are float16."""
+    width = FULL if shape.experts and setup.dtype == "fp16" else HALF
+    return tokens * max(shape.top_k, 1) * 2 * shape.intermediate * width
 
 
 def surviving_bytes(shape: ModelShape, setup: Setup, tokens: int) -> list[int]:
@@ -230,8 +245,10 @@ def _is_ours(shape: ModelShape, setup: Setup) -> bool:
     return shape.has_sinks or _attention(shape, setup) != "auto"
 
 
-def _padded_rank(shape: ModelShape, setup: Setup) -> int:
-    return -(-setup.lora_rank // RANK_STEP) * RANK_STEP if _adapts_experts(shape, setup) else 0
+def _padded(shape: ModelShape, setup: Setup) -> tuple[tuple[int, int, int], ...]:
+    """Inputs, outputs and padded rank of the adapter of the projections of one expert."""
+    ranks = (-(-rank // RANK_STEP) * RANK_STEP for rank in _expert_ranks(shape, setup))
+    return tuple((*sizes, rank) for sizes, rank in zip(shape.expert_linears(), ranks, strict=False))
 
 
 def _by_groups(shape: ModelShape, setup: Setup) -> bool:
@@ -244,15 +261,14 @@ def _by_groups(shape: ModelShape, setup: Setup) -> bool:
 def decoded_bytes(shape: ModelShape, setup: Setup) -> int:
     """Weights in 16 bits for the pass of one layer, LoRA's rows included; zero where they are used as they lie. By
     groups they are those of one group, and beside them the packed bytes of the layer where they are streamed."""
-    rank = _padded_rank(shape, setup)
     if shape.experts:
-        if setup.dtype != "mxfp4" and not rank:
+        if setup.dtype != "mxfp4" and not _adapts_experts(shape, setup):
             return 0
+        each = [(inputs + rank) * outputs * HALF for inputs, outputs, rank in _padded(shape, setup)]
         if _by_groups(shape, setup):
-            each = [(inputs + rank) * outputs * HALF for inputs, outputs in shape.expert_linears()]
             group = max(size * group_size(shape.experts, size, GROUP_BYTES) for size in each)
             return group + (packed_bytes(shape) if _streams(setup) else 0)
-        return shape.experts * sum((inputs + rank) * outputs for inputs, outputs in shape.expert_linears()) * HALF
+        return shape.experts * sum(each)
     if setup.dtype == "nf4":
         return max(inputs * outputs for inputs, outputs in shape.linears().values()) * HALF
     return 0
@@ -266,7 +282,7 @@ def staying_bytes(shape: ModelShape, setup: Setup) -> int:
 
 
 def _scaled_a_bytes(shape: ModelShape, setup: Setup) -> int:
-    return _padded_rank(shape, setup) * shape.experts * sum(inputs for inputs, _ in shape.expert_linears()) * HALF
+    return shape.experts * sum(rank * inputs for inputs, _, rank in _padded(shape, setup)) * HALF
 
 
 def _every(setup: Setup) -> int:
@@ -277,23 +293,21 @@ def _every(setup: Setup) -> int:
 def _expert_tile(shape: ModelShape, setup: Setup, tokens: int) -> int:
     """Backward of one tile of tokens through the experts, and the sums of the adapters' gradients."""
     rows = min(tokens, TILE)
-    rank = _padded_rank(shape, setup)
-    hidden, size = shape.hidden, shape.intermediate
-    row = (hidden + rank) + 2 * size + hidden + (size + rank) + size  # x, gate and up, dout, dh, activation
+    (hidden, twice, first), (size, _, second) = _padded(shape, setup)
+    row = (hidden + first) + twice + hidden + (size + second) + size  # x, gate and up, dout, dh, activation
     routing = 4 * 8 + 2 * FULL  # token, expert, order, place; weights and their gradient
     tile = rows * (shape.top_k * (row * HALF + routing) + hidden * FULL)
-    if not rank:
-        return tile
-    experts = setup.lora_rank * shape.experts * sum(i + o for i, o in shape.expert_linears())
-    return tile + experts * FULL + _scaled_a_bytes(shape, setup)
+    return tile + _expert_adapters(shape, setup) * FULL + _scaled_a_bytes(shape, setup)
 
 
 def _mlp_tile(shape: ModelShape, setup: Setup, tokens: int) -> int:
     """Backward of one tile of tokens through a dense MLP, decoded weights and the sums of the gradients."""
     rows = min(tokens, tiled_mlp.TILE)
     tile = rows * (4 * shape.intermediate + 3 * shape.hidden) * HALF  # gate, up, h, dh; normalised twice, its gradient
-    sizes = [size for name, size in shape.linears().items() if name in ("gate_proj", "up_proj", "down_proj")]
-    decoded = decoded_bytes(shape, setup) * (len(sizes) if tokens > tiled_mlp.TILE else 1)
+    sizes = [size for name, size in shape.linears().items() if name not in ATTENTION_LINEARS]
+    decoded = decoded_bytes(shape, setup)
+    if decoded and tokens > tiled_mlp.TILE:
+        decoded = sum(inputs * outputs for inputs, outputs in sizes) * HALF
     sums = setup.lora_rank * sum(inputs + outputs for inputs, outputs in sizes) if setup.lora_targets == "all" else 0
     return tile + decoded + sums * FULL
 
@@ -395,7 +409,7 @@ def step_peak(shape: ModelShape, setup: Setup, tokens: int, plan: Plan) -> Peak:
     first = min(plan.first_kept, layers)
     moves = plan.inputs_on_host and one >= setup.config.offload_min_bytes
     in_flight = HostStore.for_policy(setup.config.memory_policy, 0).hold
-    kept, holding = saved_bytes(shape, setup, tokens), holding_bytes(shape, tokens)
+    kept, holding = saved_bytes(shape, setup, tokens), holding_bytes(shape, setup, tokens)
     surviving = surviving_bytes(shape, setup, tokens)
     staying = staying_bytes(shape, setup)
     fixed = fixed_terms(shape, setup) | {"decoded experts": plan.decoded * staying}
@@ -474,7 +488,7 @@ def predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | No
         [saved_bytes(shape, setup, tokens)] * shape.layers,
         [one * (index % every == 0) for index in range(shape.layers)],
         None,
-        [holding_bytes(shape, tokens)] * shape.layers,
+        [holding_bytes(shape, setup, tokens)] * shape.layers,
         surviving_bytes(shape, setup, tokens),
         staying_bytes(shape, setup),
         _host_bytes(setup),

@@ -276,7 +276,7 @@ def plan(
     _positive("batch", batch, whole=True)
     shape = find_shape(model)
     setup = Setup(
-        dtype=dtype or ("mxfp4" if shape.experts else "bf16"),
+        dtype=dtype or ("mxfp4" if shape.family == "gpt_oss" else "bf16"),
         lora_rank=lora_rank,
         lora_targets=lora_targets,
         optimizer=optimizer,

@@ -10,8 +10,11 @@ from typing import Any
 
 from unsloth_plugins.core.errors import ModelError, UnsupportedError
 
-FAMILIES = ("gpt_oss", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+_DENSE = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma", "gemma2", "gemma3_text")
+_EXPERTS = {"gpt_oss": "intermediate_size", "mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}
+FAMILIES = (*_EXPERTS, *_DENSE)
 """``model_type`` of transformers whose layers the formulas describe."""
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 _FULL_EVERY = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6}  # layers; the others of the family have a window
 
 
@@ -24,8 +27,9 @@ class ModelShape:
         family: one of ``FAMILIES``.
         hidden, intermediate, layers, heads, kv_heads, head_size, vocab: H, I, L, H, K, D, V as in the config.
         tied: the head is the embedding.
-        biases: q, k, v (and o in gpt-oss) have biases.
+        biases: q, k, v (and o, but in Qwen2) have biases.
         experts, top_k: of each layer; 0 for dense models.
+        routes_over_all: the weights of the chosen experts are parts of a softmax over all.
         trained_tokens: ``max_position_embeddings``, or ``None``.
         softcap: the logits are capped, which the loss kernel leaves to torch.
         windows: by layer, the keys that a token sees, itself included; ``None`` for all. Empty: all in every layer.
@@ -44,6 +48,7 @@ class ModelShape:
     biases: bool = False
     experts: int = 0
     top_k: int = 0
+    routes_over_all: bool = False
     trained_tokens: int | None = None
     softcap: bool = False
     windows: tuple[int | None, ...] = ()
@@ -67,7 +72,7 @@ class ModelShape:
     @property
     def norms_query_and_key(self) -> bool:
         """A norm over each head of q and k, which keeps its input."""
-        return self.family in ("qwen3", "gemma3_text")
+        return self.family in ("qwen3", "qwen3_moe", "gemma3_text")
 
     @property
     def norms_outputs(self) -> bool:
@@ -86,15 +91,22 @@ class ModelShape:
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the linear layers of one decoder layer, experts apart."""
+        fused = self.family == "phi3"
         sizes = {
             "q_proj": (self.hidden, self.query_size),
             "k_proj": (self.hidden, self.kv_size),
             "v_proj": (self.hidden, self.kv_size),
-            "o_proj": (self.query_size, self.hidden),
         }
-        if not self.experts:
+        if fused:
+            sizes = {"qkv_proj": (self.hidden, self.query_size + 2 * self.kv_size)}
+        sizes["o_proj"] = self.query_size, self.hidden
+        if self.experts:
+            return sizes
+        if fused:
+            sizes["gate_up_proj"] = self.hidden, 2 * self.intermediate
+        else:
             sizes |= dict.fromkeys(("gate_proj", "up_proj"), (self.hidden, self.intermediate))
-            sizes["down_proj"] = self.intermediate, self.hidden
+        sizes["down_proj"] = self.intermediate, self.hidden
         return sizes
 
     def expert_linears(self) -> tuple[tuple[int, int], ...]:
@@ -105,8 +117,9 @@ class ModelShape:
         """Of one layer: norms, biases, sinks, router; kept in 16 bits whatever the rest is stored in."""
         norms = self.hidden * (4 if self.norms_outputs else 2)
         norms += 2 * self.head_size * self.norms_query_and_key
-        biases = (self.query_size + 2 * self.kv_size + self.hidden * self.has_sinks) * self.biases
-        experts = self.experts * (sum(outputs for _, outputs in self.expert_linears()) + self.hidden + 1)
+        biases = (self.query_size + 2 * self.kv_size + self.hidden * (self.family != "qwen2")) * self.biases
+        of_expert = sum(outputs for _, outputs in self.expert_linears()) + 1 if self.family == "gpt_oss" else 0
+        experts = self.experts * (of_expert + self.hidden)
         return norms + biases + experts + self.heads * self.has_sinks
 
     def parameters(self) -> int:
@@ -132,12 +145,19 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
             got=f"{name}: {family or 'no model_type'}",
             remedy="For other models run one step and read the peak from the trainer's log; draw masks by --window.",
         )
-    heads = config["num_attention_heads"]
+    heads, size = config["num_attention_heads"], _EXPERTS.get(family)
+    experts = (config.get("num_local_experts") or config["num_experts"]) if size else 0
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise UnsupportedError(
+            expected="experts in every layer or in none",
+            got=f"{name}: layers of both kinds",
+            remedy="Run one step and read the peak from the trainer's log.",
+        )
     return ModelShape(
         name=name,
         family=family,
         hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"],
+        intermediate=config[size or "intermediate_size"],
         layers=config["num_hidden_layers"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
@@ -145,8 +165,9 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
         vocab=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", False)),
         biases=family in ("gpt_oss", "qwen2") or bool(config.get("attention_bias", False)),
-        experts=config["num_local_experts"] if family == "gpt_oss" else 0,
-        top_k=config["num_experts_per_tok"] if family == "gpt_oss" else 0,
+        experts=experts,
+        top_k=config["num_experts_per_tok"] if size else 0,
+        routes_over_all=family == "qwen3_moe" and not config.get("norm_topk_prob", False),
         trained_tokens=config.get("max_position_embeddings"),
         softcap=config.get("final_logit_softcapping") is not None,
         windows=_windows_of(config, family),
@@ -207,7 +228,7 @@ def _plain(name: str) -> str:
     return name
 
 
-def _dense(name: str, family: str, sizes: tuple[int, ...], **more: Any) -> ModelShape:
+def _model(name: str, family: str, sizes: tuple[int, ...], **more: Any) -> ModelShape:
     hidden, intermediate, layers, heads, kv_heads, head_size, vocab = sizes
     return ModelShape(name, family, hidden, intermediate, layers, heads, kv_heads, head_size, vocab, **more)
 
@@ -228,21 +249,21 @@ _MODELS = (
     _gpt_oss("gpt-oss-20b", 24, 32),
     _gpt_oss("gpt-oss-120b", 36, 128),
     # hidden, intermediate, layers, heads, key/value heads, head size, vocabulary
-    _dense("mistral-7b-v0.3", "mistral", (4096, 14336, 32, 32, 8, 128, 32768), trained_tokens=32768),
-    _dense("llama-3.1-8b", "llama", (4096, 14336, 32, 32, 8, 128, 128256), **_LLAMA),
-    _dense("llama-3.1-70b", "llama", (8192, 28672, 80, 64, 8, 128, 128256), **_LLAMA),
-    _dense("llama-3.2-1b", "llama", (2048, 8192, 16, 32, 8, 64, 128256), tied=True, **_LLAMA),
-    _dense("llama-3.2-3b", "llama", (3072, 8192, 28, 24, 8, 128, 128256), tied=True, **_LLAMA),
-    _dense("qwen2.5-7b", "qwen2", (3584, 18944, 28, 28, 4, 128, 152064), biases=True, trained_tokens=131072),
-    _dense("qwen3-0.6b", "qwen3", (1024, 3072, 28, 16, 8, 128, 151936), tied=True, **_QWEN),
-    _dense("qwen3-1.7b", "qwen3", (2048, 6144, 28, 16, 8, 128, 151936), tied=True, **_QWEN),
-    _dense("qwen3-4b", "qwen3", (2560, 9728, 36, 32, 8, 128, 151936), tied=True, **_QWEN),
-    _dense("qwen3-8b", "qwen3", (4096, 12288, 36, 32, 8, 128, 151936), **_QWEN),
-    _dense("qwen3-14b", "qwen3", (5120, 17408, 40, 40, 8, 128, 151936), **_QWEN),
-    _dense("qwen3-32b", "qwen3", (5120, 25600, 64, 64, 8, 128, 151936), **_QWEN),
-    _dense("gemma-2b", "gemma", (2048, 16384, 18, 8, 1, 256, 256000), **_GEMMA),
-    _dense("gemma-7b", "gemma", (3072, 24576, 28, 16, 16, 256, 256000), **_GEMMA),
-    _dense(
+    _model("mistral-7b-v0.3", "mistral", (4096, 14336, 32, 32, 8, 128, 32768), trained_tokens=32768),
+    _model("llama-3.1-8b", "llama", (4096, 14336, 32, 32, 8, 128, 128256), **_LLAMA),
+    _model("llama-3.1-70b", "llama", (8192, 28672, 80, 64, 8, 128, 128256), **_LLAMA),
+    _model("llama-3.2-1b", "llama", (2048, 8192, 16, 32, 8, 64, 128256), tied=True, **_LLAMA),
+    _model("llama-3.2-3b", "llama", (3072, 8192, 28, 24, 8, 128, 128256), tied=True, **_LLAMA),
+    _model("qwen2.5-7b", "qwen2", (3584, 18944, 28, 28, 4, 128, 152064), biases=True, trained_tokens=131072),
+    _model("qwen3-0.6b", "qwen3", (1024, 3072, 28, 16, 8, 128, 151936), tied=True, **_QWEN),
+    _model("qwen3-1.7b", "qwen3", (2048, 6144, 28, 16, 8, 128, 151936), tied=True, **_QWEN),
+    _model("qwen3-4b", "qwen3", (2560, 9728, 36, 32, 8, 128, 151936), tied=True, **_QWEN),
+    _model("qwen3-8b", "qwen3", (4096, 12288, 36, 32, 8, 128, 151936), **_QWEN),
+    _model("qwen3-14b", "qwen3", (5120, 17408, 40, 40, 8, 128, 151936), **_QWEN),
+    _model("qwen3-32b", "qwen3", (5120, 25600, 64, 64, 8, 128, 151936), **_QWEN),
+    _model("gemma-2b", "gemma", (2048, 16384, 18, 8, 1, 256, 256000), **_GEMMA),
+    _model("gemma-7b", "gemma", (3072, 24576, 28, 16, 16, 256, 256000), **_GEMMA),
+    _model(
         "gemma-2-2b",
         "gemma2",
         (2304, 9216, 26, 8, 4, 256, 256000),
@@ -250,7 +271,7 @@ _MODELS = (
         windows=_windows("gemma2", 4096, 26),
         **_GEMMA,
     ),
-    _dense(
+    _model(
         "gemma-2-9b",
         "gemma2",
         (3584, 14336, 42, 16, 8, 256, 256000),
@@ -258,7 +279,7 @@ _MODELS = (
         windows=_windows("gemma2", 4096, 42),
         **_GEMMA,
     ),
-    _dense(
+    _model(
         "gemma-2-27b",
         "gemma2",
         (4608, 36864, 46, 32, 16, 128, 256000),
@@ -266,7 +287,7 @@ _MODELS = (
         windows=_windows("gemma2", 4096, 46),
         **_GEMMA,
     ),
-    _dense(
+    _model(
         "gemma-3-1b",
         "gemma3_text",
         (1152, 6912, 26, 4, 1, 256, 262144),
@@ -274,11 +295,18 @@ _MODELS = (
         trained_tokens=32768,
         windows=_windows("gemma3_text", 512, 26),
     ),
-    _dense("smollm2-135m", "llama", (576, 1536, 30, 9, 3, 64, 49152), tied=True, trained_tokens=8192),
-    _dense("smollm2-360m", "llama", (960, 2560, 32, 15, 5, 64, 49152), tied=True, trained_tokens=8192),
-    _dense("smollm2-1.7b", "llama", (2048, 8192, 24, 32, 32, 64, 49152), tied=True, trained_tokens=8192),
+    _model(
+        "mixtral-8x7b-v0.1", "mixtral", (4096, 14336, 32, 32, 8, 128, 32000), experts=8, top_k=2, trained_tokens=32768
+    ),
+    _model("qwen3-30b-a3b", "qwen3_moe", (2048, 768, 48, 32, 4, 128, 151936), experts=128, top_k=8, **_QWEN),
+    _model("phi-4", "phi3", (5120, 17920, 40, 40, 10, 128, 100352), trained_tokens=16384),
+    _model("smollm3-3b", "smollm3", (2048, 11008, 36, 16, 4, 128, 128256), tied=True, trained_tokens=65536),
+    _model("smollm2-135m", "llama", (576, 1536, 30, 9, 3, 64, 49152), tied=True, trained_tokens=8192),
+    _model("smollm2-360m", "llama", (960, 2560, 32, 15, 5, 64, 49152), tied=True, trained_tokens=8192),
+    _model("smollm2-1.7b", "llama", (2048, 8192, 24, 32, 32, 64, 49152), tied=True, trained_tokens=8192),
 )
 BUILT_IN = {shape.name: shape for shape in _MODELS} | {
     "mistral-7b": _MODELS[2],
+    "mixtral-8x7b": next(shape for shape in _MODELS if shape.family == "mixtral"),
 }
 """Models that are known offline, by the last part of their id in lower case, without `-instruct` and the like."""

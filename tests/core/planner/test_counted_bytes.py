@@ -21,13 +21,16 @@ from torch.profiler import ProfilerActivity, profile
 import unsloth_plugins
 from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.experts import ExpertLora, fused
+from unsloth_plugins.core.experts.gemm import GEMMS
 from unsloth_plugins.core.layers import op, tiled_mlp
 from unsloth_plugins.core.layers.lora_linear import LoraProjection, LoraTerm
 from unsloth_plugins.core.layers.swiglu import Swiglu
+from unsloth_plugins.core.models import experts as models_experts
 from unsloth_plugins.core.models import layers as binding
+from unsloth_plugins.core.offload.tail import holding
 from unsloth_plugins.core.planner import memory
 from unsloth_plugins.core.planner.memory import Setup
-from unsloth_plugins.core.planner.shape import find_shape
+from unsloth_plugins.core.planner.shape import ATTENTION_LINEARS, find_shape
 from unsloth_plugins.core.sink_attention import cudnn, fa4
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -48,9 +51,16 @@ FAMILIES = {
     "Mistral": {"sliding_window": None},
     "Qwen2": {"head_dim": 16},
     "Qwen3": {},
+    "SmolLM3": {"head_dim": 16},
+    "Phi3": {"head_dim": 16},
     "Gemma": {},
     "Gemma2": {"final_logit_softcapping": None, "attn_logit_softcapping": None},
     "Gemma3Text": {},
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
 }
 RANK = 4
 TOKENS = 24
@@ -65,8 +75,8 @@ def test_in_the_interpreter(which: str) -> None:
     assert done.returncode == 0 and " passed" in done.stdout and "no tests ran" not in done.stdout, done.stdout[-3000:]
 
 
-def build(family: str) -> Any:
-    config = getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family]))
+def build(family: str, **more: Any) -> Any:
+    config = getattr(transformers, f"{family}Config")(**(SIZES | (FAMILIES | EXPERTS)[family] | more))
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
 
 
@@ -91,40 +101,73 @@ def saved_by_autograd(run: Any, leave_out: set[int]) -> int:
     return sum(seen.values())
 
 
+def counted_by_layer(base: Any, targets: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """What three layers save less what two save, so that nothing outside of layers counts, and what is told."""
+    for module in (op, binding):
+        monkeypatch.setattr(module, "why_reference", lambda device, dtype: None)
+    model = with_lora(
+        base, [name for name in find_shape(base.config).linears() if targets == "all" or name in ATTENTION_LINEARS]
+    )
+    model.train()
+    unsloth_plugins.apply(model, attention="triton", layers="triton", lora="fused", loss=None)
+    decoder = base.model
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    model.enable_input_require_grads()
+    counted, layers = [], list(decoder.layers)
+    for count in (2, 3):
+        decoder.layers = torch.nn.ModuleList(layers[:count])
+        decoder.config.num_hidden_layers = count
+        ids = torch.randint(3, 160, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+
+        def run(ids: torch.Tensor = ids) -> torch.Tensor:
+            with holding(True):
+                return decoder(input_ids=ids, use_cache=False).last_hidden_state
+
+        counted.append(saved_by_autograd(run, parameters))
+    shape = find_shape(base.config)
+    dtype: Any = "bf16" if shape.experts else "fp16"
+    setup = Setup(dtype, RANK, targets, config=UnslothConfig(attention="triton"))
+    told = memory.saved_bytes(shape, setup, TOKENS) + memory.holding_bytes(shape, setup, TOKENS)
+    return counted[1] - counted[0], told
+
+
 @needs_interpreter
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
         (family, targets)
-        if (family, targets) in (("Llama", "all"), ("Qwen3", "attention"))
+        if (family, targets) in (("Llama", "all"), ("Qwen3", "attention"), ("Phi3", "all"))
         else pytest.param(family, targets, marks=pytest.mark.slow)
         for family in FAMILIES
         for targets in ("all", "attention")
     ],
 )
 def test_saved_by_a_dense_layer(family: str, targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What three layers save less what two save, so that what lies outside of layers does not count."""
-    for module in (op, binding):
-        monkeypatch.setattr(module, "why_reference", lambda device, dtype: None)
-    base = build(family)
-    model = with_lora(base, TARGETS if targets == "all" else TARGETS[:4]).train()
-    unsloth_plugins.apply(model, attention="triton", layers="triton", lora="fused", loss=None)
-    decoder = base.model
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    model.enable_input_require_grads()
-    counted = []
-    for count in (2, 3):
-        decoder.config.num_hidden_layers = count
-        ids = torch.randint(3, 160, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    counted, told = counted_by_layer(build(family), targets, monkeypatch)
+    assert counted / told == pytest.approx(1, abs=0.002)
 
-        def run(ids: torch.Tensor = ids) -> torch.Tensor:
-            return decoder(input_ids=ids, use_cache=False).last_hidden_state
 
-        counted.append(saved_by_autograd(run, parameters))
-    shape = find_shape(base.config)
-    setup = Setup("fp16", RANK, targets, config=UnslothConfig(attention="triton"))
-    told = memory.saved_bytes(shape, setup, TOKENS) + memory.holding_bytes(shape, TOKENS)  # held where nobody decides
-    assert (counted[1] - counted[0]) / told == pytest.approx(1, abs=0.002)
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("Mixtral", {}),
+        pytest.param("GptOss", {}, marks=pytest.mark.slow),
+        pytest.param("Qwen3Moe", {}, marks=pytest.mark.slow),
+        pytest.param("Qwen3Moe", {"norm_topk_prob": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_saved_by_a_layer_with_experts(family: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16: in float16 what experts projected first is float32. On a CPU the router's weights are saved too."""
+
+    def fused_experts(*given: Any, implementation: str, decoded: Any, **options: Any) -> torch.Tensor:
+        return fused.experts_fused(*given, gemm=GEMMS["triton"], **options)
+
+    monkeypatch.setattr(models_experts, "experts", fused_experts)
+    base = build(family, **more).bfloat16()
+    router = base.config.num_local_experts * SIZES["hidden_size"] * memory.FULL
+    counted, told = counted_by_layer(base, "all", monkeypatch)
+    assert (counted - router) / told == pytest.approx(1, abs=0.002)
 
 
 def most_allocated(run: Any) -> int:

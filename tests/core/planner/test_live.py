@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import batch_of, tiny_gpt2, tiny_llama
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from unsloth_plugins.core import Applied, apply
 from unsloth_plugins.core.device import DeviceMemory
@@ -44,6 +45,17 @@ def test_the_setup_is_read_from_the_model() -> None:
     assert (setup.dtype, setup.lora_rank, setup.lora_targets) == ("fp16", 8, "all")
     trained = sum(p.numel() for p in applied.model.parameters() if p.requires_grad)
     assert shape.layers * adapter_parameters(shape, setup) == trained
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "w1", "w2", "w3"], ["q_proj"]])
+def test_the_rank_of_experts_whose_gate_and_up_peft_joins(targets: list[str]) -> None:
+    config = MixtralConfig(
+        **dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=160),
+        **dict(num_key_value_heads=2, num_local_experts=4, pad_token_id=0),
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    _, setup = live.setup_of(applied_of(model, LoraConfig(r=4, target_modules=targets)))
+    assert (setup.lora_rank, setup.lora_targets) == (4, "all" if len(targets) > 1 else "attention")
 
 
 @pytest.mark.parametrize(

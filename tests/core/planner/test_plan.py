@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from unsloth_plugins.core.planner import memory, plan
 from unsloth_plugins.core.planner.cards import find_card
 from unsloth_plugins.core.planner.memory import Setup, predict
 from unsloth_plugins.core.planner.plan import fits
-from unsloth_plugins.core.planner.shape import BUILT_IN, find_shape, shape_of_config
+from unsloth_plugins.core.planner.shape import ATTENTION_LINEARS, BUILT_IN, find_shape, shape_of_config
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 GIB = 2**30
@@ -53,23 +54,39 @@ def rows_of(file: str, **wanted: object) -> list[dict[str, Any]]:
         ("gemma-2-9b", 9_241_705_984),
         ("gemma-3-1b", 999_885_952),
         ("smollm2-135m", 134_515_008),
+        ("smollm3-3b", 3_075_098_624),
+        ("phi-4", 14_659_507_200),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
     ],
 )
 def test_published_parameter_counts(name: str, parameters: int) -> None:
     assert BUILT_IN[name].parameters() == parameters
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "GptOss"])
-def test_parameters_of_real_classes(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        *((family, {}) for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Phi3", "Gemma", "Gemma2")),
+        *((family, {}) for family in ("Gemma3Text", "GptOss", "Mixtral", "Qwen3Moe")),
+        *((family, {"attention_bias": True}) for family in ("Llama", "Qwen3", "SmolLM3", "Qwen3Moe")),
+    ],
+)
+def test_parameters_of_real_classes(family: str, more: dict[str, Any]) -> None:
     sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, head_dim=32)
-    config = getattr(transformers, f"{family}Config")(
-        **sizes, num_key_value_heads=2, vocab_size=160, num_local_experts=4, pad_token_id=0
-    )
+    sizes |= dict(num_key_value_heads=2, vocab_size=160, num_local_experts=4, moe_intermediate_size=40, pad_token_id=0)
+    config = getattr(transformers, f"{family}Config")(**sizes | more)
     if family == "Qwen2":  # has no head_dim of its own
         config.head_dim = 16
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert find_shape(config).parameters() == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("more", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
+def test_experts_in_some_layers_only_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="layers of both kinds"):
+        find_shape(transformers.Qwen3MoeConfig(**more))
 
 
 def test_sizes_from_a_folder_an_id_and_a_config(tmp_path: Path) -> None:
@@ -86,12 +103,32 @@ def test_sizes_from_a_folder_an_id_and_a_config(tmp_path: Path) -> None:
 # --- bytes of real tensors
 
 
+def build(family: str) -> Any:
+    """A tiny model of a class without a fixture of its own."""
+    sizes = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2, head_dim=16)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=160, num_local_experts=4, pad_token_id=0)
+    config = getattr(transformers, f"{family}Config")(**sizes, bos_token_id=1, eos_token_id=2)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+FAMILIES = {
+    "llama": (tiny_llama, TARGETS[4:]),
+    "gpt_oss": (tiny_gpt_oss, TARGETS[4:]),
+    "phi3": (functools.partial(build, "Phi3"), ["gate_up_proj", "down_proj"]),
+    "smollm3": (functools.partial(build, "SmolLM3"), TARGETS[4:]),
+    "mixtral": (functools.partial(build, "Mixtral"), ["w1", "w2", "w3"]),
+    "qwen3_moe": (functools.partial(build, "Qwen3Moe"), TARGETS[4:]),
+}
+
+
 @pytest.mark.parametrize("targets", ["all", "attention"])
-@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt_oss])
-def test_trainable_parameters_and_states(build: Any, targets: Any) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trainable_parameters_and_states(family: str, targets: Any) -> None:
+    build, beyond = FAMILIES[family]
     model = build()
     shape, setup = find_shape(model.config), Setup("bf16", 4, targets, "adamw")
-    peft = get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS if targets == "all" else TARGETS[:4]))
+    names = [name for name in shape.linears() if name in ATTENTION_LINEARS] + beyond * (targets == "all")
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=names))
     unsloth_plugins.apply(peft)
     trained = [p for p in peft.parameters() if p.requires_grad]
     told = memory.fixed_terms(shape, setup)
@@ -105,8 +142,9 @@ def test_trainable_parameters_and_states(build: Any, targets: Any) -> None:
     assert told["optimizer states"] == sum(x.numel() * x.element_size() for x in states)
 
 
-def test_packed_base() -> None:
-    model = pack_experts(tiny_gpt_oss().to(torch.bfloat16))
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "qwen3_moe"])
+def test_packed_base(family: str) -> None:
+    model = pack_experts(FAMILIES[family][0]().to(torch.bfloat16))
     counted = sum(p.numel() * p.element_size() for p in model.parameters())
     assert memory.base_bytes(find_shape(model.config), Setup("mxfp4")) == counted
 
@@ -220,7 +258,9 @@ def test_models_without_a_measured_peak_are_pointed_out() -> None:
 
 
 @pytest.mark.parametrize("policy", ["auto", "min_memory", "offload_all", "on_device"])
-@pytest.mark.parametrize(("model", "dtype"), [("gpt-oss-20b", "mxfp4"), ("mistral-7b", "nf4")])
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("gpt-oss-20b", "mxfp4"), ("mistral-7b", "nf4"), ("qwen3-30b-a3b", "mxfp4"), ("phi-4", "nf4")]
+)
 def test_the_longest_context_is_the_longest(model: str, dtype: Any, policy: Any) -> None:
     report = plan(model, gpu="RTX 4090", dtype=dtype, memory_policy=policy, host_ram_gib=48)
     assert report.longest and report.longest % 256 == 0
