@@ -65,7 +65,7 @@ class UnslothConfig:
 
     loss_chunk_mib: int = 512
     """The most MiB of logits, their float32 copy and their gradient alive at once in the loss. With a frozen head on
-    CUDA, where logits become their gradient, it takes no more than 172."""
+    CUDA, where logits become their gradient, it takes no more than 252."""
 
     gradient_checkpointing: Literal["auto"] | bool = "auto"
     """``auto`` follows the model or the trainer (``gradient_checkpointing=True`` there); ``True`` switches it on,

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
-_STEP = 64  # rows of the smallest tiles that products are made of on GPUs
+_STEP = 128  # rows of tiles that products are made of on GPUs
 
 
 def chunk_tokens(n_vocab: int, chunk_mib: int, bytes_each: int = 12) -> int:
-    """Tokens per chunk so that what is alive of each logit fits in ``chunk_mib``: a multiple of 64, or fewer than 64.
+    """Tokens per chunk so that what is alive of each logit fits in ``chunk_mib``: a multiple of 128, or fewer than 128.
 
     By default that is 12 bytes: the logit, its float32 copy and its gradient.
     """
