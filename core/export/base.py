@@ -36,7 +36,7 @@ class Base:
 
     Raises:
         UnsupportedError: another quantisation than MXFP4 and bitsandbytes' 4 bits.
-        ExportError: parts of the config are of wrong types.
+        ExportError: parts of the config are of wrong types, or packed tensors are damaged.
     """
 
     def __init__(self, source: Source, config: dict[str, Any], device: str | torch.device = "cpu") -> None:
@@ -47,7 +47,7 @@ class Base:
         infos: dict[str, Info] = {}
         for name, info in source.infos.items():
             if name.endswith("_blocks") and (scales := _scales_of(name)) in source.infos:
-                n_experts, outputs, rows = source.infos[scales].shape
+                n_experts, outputs, rows = _packed_shape(name, info, source.infos[scales])
                 dense = name.removesuffix("_blocks")
                 self.packed.add(dense)
                 infos[dense] = Info(torch.bfloat16, (n_experts, rows * BLOCK, outputs))
@@ -64,6 +64,7 @@ class Base:
 
     def _bnb_weight(self, name: str) -> str | None:
         """The 4-bit weight that ``name`` is or belongs to."""
+        whole = name
         for suffix in (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _BNB_STATE):
             if suffix in name:
                 name = name[: name.index(suffix)]
@@ -71,8 +72,10 @@ class Base:
         if name not in self._bnb:
             states = [key for kind in ("nf4", "fp4") if (key := f"{name}{_BNB_STATE}{kind}") in self.source.infos]
             if not states:
+                if whole != name:
+                    raise _damaged(name)
                 return None
-            self._bnb[name] = json.loads(bytes(raw_bytes(self.source.read(states[0]))).decode())
+            self._bnb[name] = _bnb_state(self.source, name, states[0])
         return name
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
@@ -204,6 +207,51 @@ def stop_ids(config: Mapping[str, Any], file: str = "config.json") -> list[int]:
             remedy=f"{file} is damaged: download or save it again.",
         )
     return stops
+
+
+def _packed_shape(name: str, blocks: Info, scales: Info) -> tuple[int, int, int]:
+    """Experts, outputs and blocks in a row of a pair of MXFP4 tensors."""
+    shape = scales.shape
+    pair = (*shape, BLOCK // 2) == blocks.shape and blocks.dtype == scales.dtype == torch.uint8
+    if len(shape) != 3 or not all(shape) or not pair:
+        raise ExportError(
+            expected=f"{name} of shape [experts, outputs, blocks, {BLOCK // 2}] in bytes, and a scale for each block",
+            got=f"{list(blocks.shape)} of {blocks.dtype} and {list(shape)} of {scales.dtype}",
+            remedy="The model is damaged: download or save it again.",
+        )
+    return shape[0], shape[1], shape[2]
+
+
+def _bnb_state(source: Source, name: str, key: str) -> dict[str, Any]:
+    """What bitsandbytes stores of a 4-bit weight under ``key``. The parts of the weight must be as large as it says."""
+    infos = source.infos
+    nested = f"{name}.nested_absmax" in infos
+    try:
+        state: dict[str, Any] = json.loads(bytes(raw_bytes(source.read(key))))
+        size = math.prod(state["shape"])
+        blocks = -(-size // state["blocksize"])
+        counts = {".absmax": blocks, ".quant_map": 16}
+        if nested:
+            counts |= {".nested_absmax": -(-blocks // state["nested_blocksize"]), ".nested_quant_map": 256}
+            float(state["nested_offset"])
+        right = getattr(torch, state["dtype"]).is_floating_point and infos[name].nbytes * 2 >= size
+        for part, count in counts.items():
+            info = infos[name + part]
+            right &= len(info.shape) == 1 and info.shape[0] >= count
+            right &= (info.dtype == torch.uint8) if nested and part == ".absmax" else info.dtype.is_floating_point
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        right = False
+    if not right:
+        raise _damaged(name)
+    return state
+
+
+def _damaged(name: str) -> ExportError:
+    return ExportError(
+        expected=f"a weight {name} in 4 bits of bitsandbytes with all its parts",
+        got="parts that are missing, damaged or too small",
+        remedy="The model is damaged: download or save it again.",
+    )
 
 
 def _scales_of(blocks: str) -> str:

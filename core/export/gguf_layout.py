@@ -219,6 +219,12 @@ def _experts(merged: Merged, block: str, name: str, info: Info) -> list[Piece]:
     """gate and up lie interleaved in one tensor, even and odd, and become two; [E, in, out] becomes [E, out, in]."""
     projection = name.rpartition(".")[2]
     is_bias = projection.endswith("_bias")
+    if len(info.shape) != (2 if is_bias else 3):
+        raise ExportError(
+            expected=f"{name} with {2 if is_bias else 3} dimensions",
+            got=str(list(info.shape)),
+            remedy="The model is damaged: download or save it again.",
+        )
     kind = "bias" if is_bias else "weight"
     projection = projection.removesuffix("_bias")
     if projection not in ("gate_up_proj", "down_proj"):

@@ -11,8 +11,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_gpt_oss
 from merge_cases import randomise, save_llama, save_packed, small_tokenizer, tensors, train_llama, train_packed
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -223,6 +225,19 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match=named):
             export_gguf(base, tmp_path / "m.gguf")
     assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".m*"))
+
+
+@pytest.mark.parametrize(("name", "dimensions"), [("down_proj_bias", 2), ("gate_up_proj", 3)])
+def test_experts_of_a_wrong_shape_are_refused(name: str, dimensions: int, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    tiny_gpt_oss().save_pretrained(base)
+    small_tokenizer().save_pretrained(base)
+    content = tensors(base)
+    name = f"model.layers.2.mlp.experts.{name}"
+    content[name] = content[name].flatten()
+    save_file(content, base / "model.safetensors")
+    with pytest.raises(ExportError, match=f"{name} with {dimensions} dimensions"):
+        export_gguf(base, tmp_path / "m.gguf")
 
 
 GEMMA3 = dict(

@@ -22,6 +22,7 @@ import pytest
 import torch
 from merge_cases import save_llama, save_packed, small_tokenizer, tensors, train_llama, train_packed
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from unsloth_plugins.core.errors import ConflictError, ExportError
 from unsloth_plugins.core.export import merge, merge_model
@@ -399,3 +400,58 @@ def test_an_incomplete_base_is_refused(tmp_path: Path, damage: str) -> None:
         ExportError, match={"cut": "cut off", "shard": "00001-of-00002", "config": "config.json"}[damage]
     ):
         merge(base, tmp_path / "adapter", tmp_path / "out", allow_other_base=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        (".absmax", None),
+        (".absmax", lambda t: t[:-1]),
+        (".absmax", lambda t: t.float()),
+        (".nested_absmax", lambda t: t[:0]),
+        (".nested_quant_map", lambda t: t[:128]),
+        (".quant_map", None),
+        (".quant_map", lambda t: t[None]),
+        (".quant_state.bitsandbytes__nf4", None),
+        (".quant_state.bitsandbytes__nf4", lambda t: t[:-4]),
+        ("", lambda t: t[: len(t) // 2]),
+        ("", None),
+    ],
+)
+def test_damaged_four_bit_weights_are_refused(part: str, change: Any, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    raw, base = save_llama(tmp_path / "raw", intermediate_size=128), tmp_path / "base"
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    AutoModelForCausalLM.from_pretrained(raw, quantization_config=settings).save_pretrained(base)
+    name = "model.layers.1.mlp.down_proj.weight"
+    _replace(base, f"{name}{part}", change)
+    with pytest.raises(ExportError, match=f"weight {name} in 4 bits .* with all its parts"):
+        merge(base, [], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("scales", lambda t: t.flatten(1)),
+        ("scales", lambda t: t[:0]),
+        ("scales", lambda t: t[:-1]),
+        ("scales", lambda t: t.float()),
+        ("blocks", lambda t: t.flatten(2)),
+        ("blocks", lambda t: t[..., :8]),
+    ],
+)
+def test_damaged_packed_experts_are_refused(name: str, change: Any, tmp_path: Path) -> None:
+    base = save_packed(tmp_path / "base")
+    _replace(base, f"model.layers.1.mlp.experts.down_proj_{name}", change)
+    with pytest.raises(ExportError, match=r"down_proj_blocks of shape \[experts, outputs, blocks, 16\]"):
+        merge(base, [], tmp_path / "out", dtype="mxfp4")
+    assert not (tmp_path / "out").exists()
+
+
+def _replace(folder: Path, name: str, change: Any) -> None:
+    content = tensors(folder)
+    old = content.pop(name)
+    if change is not None:
+        content[name] = change(old).contiguous()
+    save_file(content, folder / "model.safetensors")
