@@ -22,9 +22,11 @@ _NOT_COPIED = (
     *("config.json", "adapter_config.json", "base_record.json", "export_manifest.json", "trainer_state.json"),
     ".gitattributes",
 )
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
+    *_VOCABULARIES,
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json"),
 )
 
 
@@ -246,8 +248,25 @@ def side_files(base: Path | None, adapters: Sequence[Path]) -> list[tuple[Path, 
 
 
 def tokenizer_folder(adapters: Sequence[Path]) -> Path | None:
-    """The adapter whose tokenizer goes along, if any: the last one that has one."""
-    return next((each for each in reversed(adapters) if (each / "tokenizer_config.json").is_file()), None)
+    """The adapter whose tokenizer goes along, if any: the last one that has one with its vocabulary."""
+    return next((each for each in reversed(adapters) if _has_tokenizer(each) and _has_vocabulary(each)), None)
+
+
+def half_tokenizers(adapters: Sequence[Path]) -> list[str]:
+    """A note of each adapter that has settings of a tokenizer alone, which are of no use."""
+    return [
+        f"{each} has a tokenizer_config.json and no vocabulary beside it, so its tokenizer was not taken."
+        for each in adapters
+        if _has_tokenizer(each) and not _has_vocabulary(each)
+    ]
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer_config.json").is_file()
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _VOCABULARIES)
 
 
 def _templates(folder: Path) -> dict[str, Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
-from unsloth_plugins.core.export.adapter import Adapter
 from unsloth_plugins.core.export.base import open_base, resolve_folder, spans, stop_ids
-from unsloth_plugins.core.export.folder import check_new
+from unsloth_plugins.core.export.folder import check_new, half_tokenizers, tokenizer_folder
 from unsloth_plugins.core.export.gguf_file import PLAIN, Tensor, check_package, new_writer, rounded, write
 from unsloth_plugins.core.export.gguf_layout import Piece, add_metadata, architecture_of, pieces_of
 from unsloth_plugins.core.export.gguf_vocab import add_vocabulary, load_tokenizer
@@ -122,7 +121,9 @@ def export_gguf(
     adapters = open_adapters(adapter)
     notes = [check_base(one, model, folder, base.source, allow_other_base) for one in adapters]
     merged = Merged(base, adapters)
-    tokenizer = _tokenizer(folder, adapters)
+    folders = [one.folder for one in adapters]
+    notes += half_tokenizers(folders)
+    tokenizer = load_tokenizer(tokenizer_folder(folders) or folder)
     text = _modelfile(output.name, folder, base.config, tokenizer, notes) if ollama else None
     target = modelfile_place(output) if text is not None else None
     report = _write(merged, new_writer(arch, max_shard_bytes), output, tokenizer, quant, notes, progress)
@@ -142,11 +143,6 @@ def _modelfile(name: str, folder: Path, config: dict[str, Any], tokenizer: Any, 
     except UnsupportedError as error:
         notes.append(f"No Modelfile: {error}")
         return None
-
-
-def _tokenizer(folder: Path, adapters: Sequence[Adapter]) -> Any:
-    own = [one.folder for one in adapters if (one.folder / "tokenizer_config.json").is_file()]
-    return load_tokenizer(own[-1] if own else folder)
 
 
 def _write(

@@ -22,6 +22,7 @@ from unsloth_plugins.core.export.folder import (
     check_space,
     cleaned_config,
     copy_files,
+    half_tokenizers,
     side_files,
     tokenizer_folder,
 )
@@ -181,14 +182,16 @@ def write_merged(
         outputs = packed_outputs(merged, report.requantised)
     else:
         outputs = plain_outputs(merged, _DTYPES[dtype])
-    files = side_files(folder, [adapter.folder for adapter in adapters])
+    folders = [adapter.folder for adapter in adapters]
+    files = side_files(folder, folders)
     report.bytes_needed = sum(one.info.nbytes for one in outputs) + sum(path.stat().st_size for path, _ in files)
     report.bytes_needed += _MARGIN
     check_space(output, report.bytes_needed)
     _log.info("%s needs %s bytes", output, f"{report.bytes_needed:,}")
     if base.tied and not merged.tied:
         notes.append("The head is no longer the embedding: it was written as a tensor of its own.")
-    special = _special_ids(merged, tokenizer_folder([adapter.folder for adapter in adapters]), notes)
+    notes += half_tokenizers(folders)
+    special = _special_ids(merged, tokenizer_folder(folders), notes)
     config = _with_ids(_config(merged, dtype, quantization), special, "config.json")
     texts = _texts(folder, extra_files or {}, special) | {"config.json": _text(config)}
     options = dict(dtype=dtype, max_shard_bytes=max_shard_bytes, device=str(base.device))

@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
-from unsloth_plugins.core.export import merge, merge_model, record_base
+from unsloth_plugins.core.export import export_gguf, merge, merge_model, record_base
 from unsloth_plugins.core.export.base import Base, base_of_model, fingerprint, open_base
 from unsloth_plugins.core.export.tensors import MemoryTensors, open_folder
 from unsloth_plugins.core.mxfp4 import decode, load_mxfp4
@@ -702,6 +702,20 @@ def test_the_merged_model_stops_where_the_adapters_tokenizer_does(
         config = json.loads((tmp_path / "out" / name).read_text())
         assert (config["eos_token_id"], config["pad_token_id"]) == (told, 2), name
     assert any("ids up to 159, the embedding 159 rows" in note for note in notes) is (rows == 159)
+
+
+def test_half_a_tokenizer_beside_the_adapter_does_not_replace_the_bases(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    train_llama(base, tmp_path / "adapter")
+    small_tokenizer().save_pretrained(base)
+    small_tokenizer(eos_token="<s>").save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "tokenizer.json").unlink()
+    notes = merge(base, tmp_path / "adapter", tmp_path / "out").notes
+    assert "no vocabulary" in notes[-1]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+    pytest.importorskip("gguf", reason="needs gguf")
+    assert "no vocabulary" in export_gguf(base, tmp_path / "m.gguf", adapter=tmp_path / "adapter").notes[-1]
 
 
 @pytest.mark.parametrize(
