@@ -234,7 +234,8 @@ def surviving_bytes(shape: ModelShape, setup: Setup, tokens: int) -> list[int]:
 
 
 def _attention(shape: ModelShape, setup: Setup) -> str | None:
-    """The option as ``apply`` understands it for this model; ``auto`` means torch's ``sdpa`` without sinks."""
+    """The option as ``apply`` understands it for this model. Without sinks ``auto`` counts as torch's ``sdpa``, which
+    holds the most of what it may choose."""
     config = setup.config
     sparing = config.attention == "auto" and config.memory_policy == "min_memory" and not shape.has_sinks
     return "triton" if sparing else config.attention
