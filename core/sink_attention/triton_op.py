@@ -156,6 +156,7 @@ class _TritonSinkAttention(torch.autograd.Function):
         return (dq_BTHD, dk_BSKD if need_k else None, dv_BSKD if need_v else None, dsink_H) + nothing[4:]
 
 
+@torch.compiler.disable(reason="kernels and caches of our own")
 def sink_attention_triton(
     q_BTHD: torch.Tensor,
     k_BSKD: torch.Tensor,

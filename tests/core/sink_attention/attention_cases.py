@@ -212,6 +212,30 @@ def run_case(case: Case, dtype: torch.dtype, device: str, backend: str = "triton
         assert_no_worse_than_eager(name, got, low, exact, dtype)
 
 
+def run_compiled(device: str, backend: str, dynamic: bool, lengths: tuple[int, ...]) -> None:
+    """Assert that `torch.compile` changes no bit, in a function that does more, also without gradients."""
+    for options in ({}, {"window": 5}, {"documents_BS": True}):
+        torch.compiler.reset()
+
+        def attend(q: torch.Tensor, *others: torch.Tensor, **masks: Any) -> torch.Tensor:
+            return sink_attention(q * 1.5, *others, **masks, backend=backend).sin()  # type: ignore[arg-type]
+
+        compiled = torch.compile(attend, backend="aot_eager", dynamic=dynamic)
+        for length in lengths:
+            generator = torch.Generator().manual_seed(length)
+            shapes = ((2, length, 4, 16), (2, length, 2, 16), (2, length, 2, 16), (4,))
+            inputs = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
+            masks: dict[str, Any] = dict(options)
+            if "documents_BS" in masks:
+                masks["documents_BS"] = document_ids(((length,), (length // 2, length - length // 2)), device)
+            plain, ours = attend(*inputs, **masks), compiled(*inputs, **masks)
+            assert plain.isfinite().all() and torch.equal(plain, ours), (options, length)
+            for want, got in zip(*(torch.autograd.grad(o.sum(), inputs) for o in (plain, ours)), strict=True):
+                assert want.isfinite().all() and torch.equal(want, got), (options, length)
+            with torch.no_grad():
+                assert torch.equal(attend(*inputs, **masks), compiled(*inputs, **masks)), (options, length)
+
+
 if __name__ == "__main__":
     for chosen in sys.argv[1:] or CASES:
         for working in (torch.float32, torch.float16) if chosen in HALF else (torch.float32,):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from attention_cases import run_compiled
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unsloth_plugins.core.errors import ShapeError
@@ -96,6 +97,12 @@ def test_case_29_any_length_agrees_with_the_dense_formulation(length, options):
     want = torch.autograd.grad((expected_o * weight_o).sum() + (expected_lse * weight_lse).sum(), inputs)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # dynamo's, about caches that it does not see
+def test_case_29_torch_compile_changes_nothing():
+    run_compiled("cpu", "eager", dynamic=False, lengths=(1, 7, 33))
 
 
 @pytest.mark.parametrize("window", [None, 8])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_cases import CASES, Case, poisoned, run_case
+from attention_cases import CASES, Case, poisoned, run_case, run_compiled
 from tolerances import assert_no_worse_than_eager
 
 from unsloth_plugins.core.sink_attention import sink_attention
@@ -69,6 +69,11 @@ def test_head_sizes(head_size: int) -> None:
         case = Case((1, 257, 257, 4, 2, head_size), options={} if window is None else {"window": window})
         run_case(case, torch.float16, "cuda")
         run_case(dataclasses.replace(case, layout="bhtd", sink=False), torch.float16, "cuda")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_case_29_torch_compile_changes_nothing(dynamic: bool) -> None:
+    run_compiled("cuda", "triton", dynamic, (1, 7, 127, 128, 129, 1025))
 
 
 def test_auto_takes_the_kernels() -> None:

@@ -128,6 +128,22 @@ print("done")
     assert output.endswith("done\n"), output
 
 
+@pytest.mark.slow
+@needs_interpreter
+def test_case_29_torch_compile_changes_nothing() -> None:
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from attention_cases import run_compiled
+
+for dynamic in (False, True):
+    run_compiled("cpu", "triton", dynamic, (1, 33))
+print("same")
+"""
+    output = interpret("-W", "ignore", "-c", code, str(HERE)).communicate()[0]
+    assert output.endswith("same\n"), output
+
+
 @needs_interpreter
 def test_a_recompute_takes_the_output_that_survived_and_launches_no_forward() -> None:
     code = """
