@@ -18,8 +18,8 @@ from unsloth_plugins.core.loss.reference import (
 )
 
 IN_PLACE_MIB = 252
-"""MiB of logits of a chunk that the kernel works on, at most: 640 tokens of 201,088 logits, 1,024 of 128,256. With fewer
-the product that makes the gradient of their hidden states has too few tiles (benchmarks/results, loss-sweep).
+"""MiB of logits of a chunk that the kernel works on, at most: 640 tokens of 201,088 logits, 1,024 of 128,256. With
+fewer the product that makes the gradient of their hidden states has too few tiles (benchmarks/results, loss-sweep).
 
 The chunk comes on top of the gradient of the hidden states (32,768 tokens of 2,880 numbers: 180 MiB), which is all that
 backward holds."""

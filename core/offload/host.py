@@ -17,7 +17,7 @@ from unsloth_plugins.core.offload.arena import Arena
 from unsloth_plugins.core.offload.engine import CopyEngine, engine_for
 from unsloth_plugins.core.offload.transfers import Parked, Transfers, version_of
 
-_PLENTY = 0.5  # of the device's memory: below it copies cost time and save nothing that is needed
+PLENTY = 0.5  # of the device's memory: below it copies cost time and save nothing that is needed
 _GAPS = 2  # a view is copied with its gaps up to this many times its own bytes
 
 
@@ -153,7 +153,7 @@ class HostStore:
         """Whether large tensors of ``device`` go to the host now."""
         if self.offload != "auto" or device.type != "cuda":
             return self.offload is True or (self.offload == "auto" and is_accelerator(device))
-        return memory_in_use(device) >= _PLENTY if self.moving is None else self.moving
+        return memory_in_use(device) >= PLENTY if self.moving is None else self.moving
 
     @staticmethod
     def unpack(packed: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ from unsloth_plugins.core.models.experts import GROUP_BYTES, GROUPS_FROM
 from unsloth_plugins.core.models.streaming import TRAINED_BYTES
 from unsloth_plugins.core.mxfp4.codec import BLOCK, BYTES
 from unsloth_plugins.core.offload.budget import MARGIN
-from unsloth_plugins.core.offload.host import HostStore
+from unsloth_plugins.core.offload.host import PLENTY, HostStore
 from unsloth_plugins.core.offload.policy import Plan, choose
 from unsloth_plugins.core.planner.shape import ATTENTION_LINEARS, ModelShape
 from unsloth_plugins.core.sink_attention import cudnn, fa4
@@ -480,10 +480,13 @@ def predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | No
     least = step_peak(shape, setup, tokens, least_plan(shape, setup, tokens))
     if device_bytes is None or not spend or setup.config.memory_policy != "auto":
         return least
-    one = input_bytes(shape, tokens)
-    bare = step_peak(shape, setup, tokens, Plan(shape.layers, True))  # what the plan comes on top of
-    free = int(device_bytes * (1 - MARGIN)) - bare.device_bytes
+    one, fixed = input_bytes(shape, tokens), sum(fixed_terms(shape, setup).values())
     every = _every(setup)
+    waiting = one * -(-shape.layers // every)
+    bare = step_peak(shape, setup, tokens, Plan(shape.layers, True)).device_bytes  # what the plan comes on top of
+    if fixed + waiting < device_bytes * PLENTY:  # in the step that is measured, inputs stay on the device
+        bare = step_peak(shape, setup, tokens, Plan(shape.layers, False)).device_bytes - waiting
+    free = int(device_bytes * (1 - MARGIN)) - bare
     plan = choose(
         max(free, 0),
         [saved_bytes(shape, setup, tokens)] * shape.layers,

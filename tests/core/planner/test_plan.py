@@ -169,7 +169,7 @@ def save_normalised_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("row", planner_rows.newest(), ids=lambda row: f"{row['file']}-{row['impl']}-{row['ctx']}")
 def test_every_newest_step_is_as_predicted_or_named(row: dict[str, Any]) -> None:
     told = planner_rows.prediction(row)
-    named = (row["file"], row["impl"], row["ctx"]) in planner_rows.LEFT_OUT
+    named = planner_rows.name_of(row) in planner_rows.LEFT_OUT
     if isinstance(told, str):
         assert told.startswith("not described: ") and not named
         return
@@ -178,11 +178,9 @@ def test_every_newest_step_is_as_predicted_or_named(row: dict[str, Any]) -> None
 
 
 def test_rows_that_are_named_are_among_the_newest() -> None:
-    there = {(row["file"], row["impl"], row["ctx"]) for row in planner_rows.newest()}
-    assert (
-        there >= set(planner_rows.LEFT_OUT)
-        and {row["file"] for row in planner_rows.newest()} & planner_rows.OLDER == set()
-    )
+    rows = planner_rows.newest()
+    assert {planner_rows.name_of(row) for row in rows} >= set(planner_rows.LEFT_OUT)
+    assert not {row["file"] for row in rows} & planner_rows.OLDER
 
 
 def test_the_newest_of_equal_rows_counts(tmp_path: Path) -> None:
