@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any, NoReturn, SupportsIndex
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.device import DeviceMemory
-from unsloth_plugins.core.errors import ModelError, UnsupportedError
+from unsloth_plugins.core.errors import ConflictError, ModelError, UnsupportedError
 from unsloth_plugins.core.export.live import peft_models, record_on_save
 from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import check_targets, complete_adapters, missing_adapters
@@ -300,6 +301,33 @@ def applied_to(model: nn.Module) -> Applied | None:
 def lacks_adapters(model: nn.Module) -> bool:
     """Whether an adapter of ``model``, patched or not, asks for LoRA on experts that ``apply`` would have to add."""
     return bool(missing_adapters(recognise(model)))
+
+
+def check_optimizers(optimizers: Sequence[Any], applied: tuple[Applied, ...], remedy: str) -> None:
+    """Refuse optimizers that train a model without the adapters on its experts.
+
+    ``apply`` adds those: an optimizer that was made before it does not know them. A model of which nothing is
+    optimized, such as a reference, passes.
+
+    Args:
+        optimizers: all of the run.
+        applied: by model.
+        remedy: what the error says to do.
+
+    Raises:
+        ConflictError: naming such an adapter.
+    """
+    optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for each in applied:
+        trainable = {name: p for name, p in each.model.named_parameters() if p.requires_grad}
+        lost = [name for name, p in trainable.items() if id(p) not in optimized]
+        added = [name for name in lost if ".experts." in name and ".lora_" in name]
+        if added and len(lost) < len(trainable):
+            raise ConflictError(
+                expected="adapters on experts to exist before the optimizer",
+                got=f"{len(added)} that it lacks, such as {added[0]}",
+                remedy=remedy,
+            )
 
 
 def apply(model: nn.Module, config: UnslothConfig | None = None, **options: Any) -> Applied:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from unsloth_plugins.core import UnslothConfig, applied_to, apply, lacks_adapters
+from unsloth_plugins.core import UnslothConfig, applied_to, apply, check_optimizers, lacks_adapters
 from unsloth_plugins.core.errors import ConfigError, ConflictError
 from unsloth_plugins.core.export import MergeReport, check_dtype, check_model, check_whole, merge_model
 from unsloth_plugins.hf_trainer.conflicts import check_arguments
@@ -94,6 +94,9 @@ class UnslothCallback(TrainerMetrics):
             check_model(kwargs["model"], self._merged_output, dtype=self._merged_dtype, adapter_output=beside)
         self._apply(args, kwargs["model"])
         assert self.applied is not None
+        if kwargs.get("optimizer") is not None:
+            remedy = "Call unsloth_plugins.apply(model) before making the optimizer that the trainer is given."
+            check_optimizers([kwargs["optimizer"]], (self.applied,), remedy)
         self.applied.sync_checkpointing()
         super().on_train_begin(args, state, control, **kwargs)
 

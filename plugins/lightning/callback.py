@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from unsloth_plugins.core import Applied, UnslothConfig
+from unsloth_plugins.core import Applied, UnslothConfig, check_optimizers
 from unsloth_plugins.core.errors import ConflictError
 from unsloth_plugins.core.meter import Meter
 from unsloth_plugins.core.planner.live import explain, optimizer_named
 from unsloth_plugins.lightning.models import (
     apply_to_module,
     causal_lms,
-    check_optimizers,
     check_precision,
     report_of,
 )

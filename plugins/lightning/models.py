@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -87,33 +87,6 @@ def apply_to_module(module: nn.Module, config: UnslothConfig) -> tuple[Applied, 
 def report_of(applied: tuple[Applied, ...]) -> str:
     """The reports of all models, as one text."""
     return "\n".join(each.report() for each in applied)
-
-
-def check_optimizers(optimizers: Sequence[Any], applied: tuple[Applied, ...], remedy: str) -> None:
-    """Refuse optimizers that train a model without the adapters on its experts.
-
-    ``apply`` adds those: an optimizer that was made before it does not know them. A model of which nothing is
-    optimized, such as a reference, passes.
-
-    Args:
-        optimizers: all of the run.
-        applied: by model.
-        remedy: what the error says to do.
-
-    Raises:
-        ConflictError: naming such an adapter.
-    """
-    optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    for each in applied:
-        trainable = {name: p for name, p in each.model.named_parameters() if p.requires_grad}
-        lost = [name for name, p in trainable.items() if id(p) not in optimized]
-        added = [name for name in lost if ".experts." in name and ".lora_" in name]
-        if added and len(lost) < len(trainable):
-            raise ConflictError(
-                expected="adapters on experts to exist before the optimizer",
-                got=f"{len(added)} that it lacks, such as {added[0]}",
-                remedy=remedy,
-            )
 
 
 def check_precision(plugin: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from unsloth_plugins.core import Applied, UnslothConfig
+from unsloth_plugins.core import Applied, UnslothConfig, check_optimizers
 from unsloth_plugins.core.errors import ConfigError, ConflictError, ModelError, UnsupportedError
 from unsloth_plugins.core.export import MergeReport, check_whole, merge_model
 from unsloth_plugins.core.models import recognise
@@ -17,7 +17,6 @@ from unsloth_plugins.core.models.adapters import add_missing_adapters
 from unsloth_plugins.lightning.callback import MetricsMixin, expect_memory
 from unsloth_plugins.lightning.models import (
     apply_to_module,
-    check_optimizers,
     check_precision,
     check_sharded_precision,
     models_of,

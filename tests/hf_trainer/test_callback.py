@@ -384,6 +384,29 @@ def test_expert_lora_that_would_come_after_the_optimizer_is_refused(late: str, t
         trainer.train()
 
 
+@pytest.mark.parametrize("applied_first", [False, True])
+def test_an_optimizer_that_the_trainer_is_given_knows_the_experts_or_is_refused(
+    applied_first: bool, tmp_path: Path
+) -> None:
+    model: Any = lora(tiny_gpt_oss(), target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    model = prepare_model(model) if applied_first else model
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    trainer = Trainer(
+        model,
+        arguments(tmp_path),
+        train_dataset=Rows([24] * 8),
+        callbacks=[UnslothCallback()],
+        optimizers=(optimizer, None),  # type: ignore[arg-type]
+    )
+    if not applied_first:
+        with pytest.raises(ConflictError, match="before making the optimizer"):
+            trainer.train()
+        return
+    trainer.train()
+    trained = [p for name, p in model.named_parameters() if "experts" in name and "lora_B" in name]
+    assert len(trained) == 8 and all(p.any() for p in trained)
+
+
 def test_apply_in_model_init_trains_experts(tmp_path: Path) -> None:
     def make() -> PeftModel:
         return prepare_model(lora(tiny_gpt_oss(), target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"]))
