@@ -116,17 +116,11 @@ class Adapter:
     def __init__(self, folder: Path, weight: float = 1.0) -> None:
         self.folder, self.weight = folder, weight
         path = folder / "adapter_config.json"
-        weights = [folder / name for name in ("adapter_model.safetensors", "adapter_model.bin")]
-        present = [file for file in weights if file.is_file()]
-        if not path.is_file() or not present:
-            raise _no_adapter(folder, f"no {path.name if not path.is_file() else weights[0].name}")
-        self.file = present[0]
+        if not path.is_file():
+            raise _no_adapter(folder, f"no {path.name}")
+        self.file = _weights_file(folder)
         self.config: dict[str, Any] = read_adapter_config(path)
-        self.source: Source
-        if self.file.suffix == ".safetensors":
-            self.source = FileTensors([self.file])
-        else:
-            self.source = MemoryTensors(_load_pickled(self.file))
+        self.source: Source = _open_weights(self.file)
 
     def scaling(self, place: str, rank: int) -> float:
         """alpha / r (or its root) of the module or parameter at ``place``, times this adapter's weight."""
@@ -364,6 +358,31 @@ class Adapter:
             got=f"none in {self.file.name}",
             remedy="The adapter is incomplete: save it again.",
         )
+
+
+def biases_in(adapter_folder: Path) -> frozenset[str]:
+    """The base's names of the biases that an adapter's file holds (``bias="all"`` and ``"lora_only"``).
+
+    PEFT trains them in place, so in memory the base no longer has its own, and a merge takes them from the file.
+
+    Raises:
+        ExportError: no such file, or a damaged one.
+    """
+    keys = _open_weights(_weights_file(adapter_folder)).infos
+    names = (key.removeprefix(_PREFIX).replace(".base_layer", "") for key in keys if ".lora_" not in key)
+    return frozenset(name for name in names if name.endswith("bias"))
+
+
+def _weights_file(folder: Path) -> Path:
+    names = ("adapter_model.safetensors", "adapter_model.bin")
+    present = [folder / name for name in names if (folder / name).is_file()]
+    if not present:
+        raise _no_adapter(folder, f"no {names[0]}")
+    return present[0]
+
+
+def _open_weights(file: Path) -> Source:
+    return FileTensors([file]) if file.suffix == ".safetensors" else MemoryTensors(_load_pickled(file))
 
 
 def _no_adapter(folder: Path, lacks: str) -> ExportError:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -269,13 +269,17 @@ def spans(info: Info, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int
         yield begin, min(begin + step, info.shape[0])
 
 
-def fingerprint(source: Source) -> str:
+def fingerprint(source: Source, apart: Collection[str] = ()) -> str:
     """A quick hash that tells models apart: all names, dtypes and shapes, and samples spread evenly over each tensor.
 
     It sees every training that moves a tensor as a whole, and may miss a change of a few rows or numbers.
+
+    Args:
+        source: the tensors as they are stored.
+        apart: names of those that do not count.
     """
     digest = hashlib.sha256()
-    for name in sorted(source.infos):
+    for name in sorted(source.infos.keys() - set(apart)):
         info = source.infos[name]
         digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
         count = math.prod(info.shape)
@@ -399,14 +403,14 @@ def config_of(model: Any) -> dict[str, Any]:
     return dict(config) if isinstance(config, Mapping) else {}
 
 
-def same_numbers(one: Base, other: Base) -> bool:
+def same_numbers(one: Base, other: Base, apart: Collection[str] = ()) -> bool:
     """Whether samples of the tensors that both have are equal in the coarser of their dtypes, whatever their packing.
 
     Of each tensor its first and middle row, or its first expert; rows that one of them has beyond the other's, as after
-    a vocabulary grew, are not looked at. Of two dtypes of a size ``one``'s counts.
+    a vocabulary grew, are not looked at, nor are the tensors in ``apart``. Of two dtypes of a size ``one``'s counts.
     """
     for name, info in one.infos.items():
-        there = other.infos.get(name)
+        there = None if name in apart else other.infos.get(name)
         if there is None or info.shape[1:] != there.shape[1:] or not info.shape:
             continue
         rows = min(info.shape[0], there.shape[0])

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
-from unsloth_plugins.core.export.adapter import Adapter
+from unsloth_plugins.core.export.adapter import Adapter, biases_in
 from unsloth_plugins.core.export.adapter_config import check_kind
 from unsloth_plugins.core.export.base import base_of_model, config_of, fingerprint, open_base, same_numbers
 from unsloth_plugins.core.export.folder import check_new, check_space, scratch
@@ -118,8 +118,10 @@ def _record_weights(model: Any, folder: Path) -> None:
 
     In memory they are not to be had where adapters are merged into them, where this process holds a part of them, or
     where they are quantised in a way that can't be read; the folder is taken at its word then. Else it counts if its
-    numbers are those in memory. Those that were quantised when they were loaded, or since, are not those of the folder;
-    the first are recorded as such. Nothing is written where nothing is known.
+    numbers are those in memory. Compared is what no training of this adapter can have changed: all but the biases that
+    its file holds, which PEFT trains in place and a merge takes from the file. So weights that an earlier adapter was
+    merged into are told from the folder's. Those that were quantised when they were loaded, or since, are not those of
+    the folder; the first are recorded as such. Nothing is written where nothing is known.
     """
     here = there = None
     if not _merged_in(model):
@@ -132,7 +134,7 @@ def _record_weights(model: Any, folder: Path) -> None:
     origin = there.source if quantised and there is not None else None
     if there is not None and _is_quantised(config_of(model.get_base_model())) and not _is_quantised(there.config):
         there = None
-    if here is not None and there is not None and not same_numbers(here, there):
+    if here is not None and there is not None and not same_numbers(here, there, biases_in(folder)):
         there = None
     forms = [form.source for form in (here, there) if form is not None]
     if forms or quantised:

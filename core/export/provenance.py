@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_plugins.core.errors import ExportError, UnsupportedError
-from unsloth_plugins.core.export.adapter import Adapter
+from unsloth_plugins.core.export.adapter import Adapter, biases_in
 from unsloth_plugins.core.export.base import Base, fingerprint, open_base, spans
 from unsloth_plugins.core.export.journal import file_hash
 from unsloth_plugins.core.export.packed import Requantised
@@ -51,15 +51,22 @@ def record_base(
 ) -> None:
     """Write into an adapter folder which weights it was trained on, so that a merge can check it by content.
 
+    Biases that the adapter's file holds do not count, here or in the check: PEFT trains them in the base itself, and a
+    merge takes them from the file. So the record says of every tensor that a merge takes from the base which it was.
+
     Args:
         adapter_folder: that ``save_pretrained`` wrote.
         bases: the base model's folder, or its tensors; several forms of the same weights.
         quantised: in what, as "4-bit bitsandbytes", if the weights were quantised when they were loaded.
         quantised_from: the tensors that they were quantised from, where they are to be had.
+
+    Raises:
+        ExportError: a folder lacks its weights, or they are damaged.
     """
     sources = [open_base(Path(base)).source if isinstance(base, (str, Path)) else base for base in bases]
-    origin = None if quantised_from is None else fingerprint(quantised_from)
-    record = asdict(_Record([fingerprint(source) for source in sources], quantised, origin))
+    biases = biases_in(Path(adapter_folder))
+    origin = None if quantised_from is None else fingerprint(quantised_from, biases)
+    record = asdict(_Record([fingerprint(source, biases) for source in sources], quantised, origin))
     told = {name: value for name, value in record.items() if value is not None}
     (Path(adapter_folder) / BASE_RECORD).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
@@ -77,10 +84,11 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
     named = str(adapter.config.get("base_model_name_or_path") or "")
     if file.is_file():
         record = _read_record(file)
-        found = fingerprint(source)
+        biases = biases_in(adapter.folder)
+        found = fingerprint(source, biases)
         same = found in record.base_fingerprints
         if not same and record.quantised_when_loaded:
-            same = fingerprint(InFloat32(source)) in record.base_fingerprints
+            same = fingerprint(InFloat32(source), biases) in record.base_fingerprints
             by_name = record.quantised_from is None and bool(named) and _same_name(named, str(given), folder, source)
             if not same and (by_name or found == record.quantised_from):
                 return _before_quantising(adapter, given, record.quantised_when_loaded, allow_other)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_gpt_oss, tiny_llama
-from merge_cases import ATTENTION, EVERYTHING, randomise, save_llama, save_packed
+from merge_cases import ATTENTION, EVERYTHING, logits, randomise, reload, save_llama, save_packed
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Mxfp4Config
 
 from unsloth_plugins.core import apply
 from unsloth_plugins.core.errors import ExportError
-from unsloth_plugins.core.export import merge
+from unsloth_plugins.core.export import merge, merge_model
 from unsloth_plugins.core.mxfp4 import load_mxfp4, pack_experts
 
 
@@ -73,6 +73,70 @@ def test_weights_that_are_no_longer_those_of_the_folder(tmp_path: Path) -> None:
     apply(second)
     randomise(second)
     second.save_pretrained(tmp_path / "adapter")
+    check_merges(tmp_path / "tuned", base, tmp_path / "adapter")
+
+
+def save_with_biases(folder: Path, family: str, seed: int = 0) -> Path:
+    if family == "gpt_oss":
+        return save_packed(folder, seed=seed)
+    model = tiny_llama(seed=seed, attention_bias=True)
+    randomise(model)  # transformers starts biases at zero, in every model
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(base: Path, family: str) -> Any:
+    return load_mxfp4(base, dtype=torch.float32) if family == "gpt_oss" else llama(base)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_that_were_trained_in_place(bias: str, family: str, tmp_path: Path) -> None:
+    """Saved after training, loaded to train on, and kept by a merge of the live model: the base is the same."""
+    base, other = (save_with_biases(tmp_path / name, family, seed) for seed, name in enumerate(("base", "other")))
+    model = get_peft_model(load(base, family), LoraConfig(r=4, target_modules=ATTENTION, bias=bias))
+    apply(model)
+    randomise(model)
+    model.save_pretrained(tmp_path / "adapter")
+    check_merges(base, other, tmp_path / "adapter")
+    merge(base, tmp_path / "adapter", tmp_path / "exact", dtype="fp32")
+    torch.testing.assert_close(logits(reload(tmp_path / "exact")), logits(model.eval()), rtol=1e-4, atol=1e-4)
+    merge_model(model, tmp_path / "live", adapter_output=tmp_path / "kept")
+    check_merges(base, other, tmp_path / "kept")
+    again = PeftModel.from_pretrained(load(base, family), tmp_path / "adapter", is_trainable=True)
+    apply(again)
+    randomise(again, seed=4)
+    again.save_pretrained(tmp_path / "again")
+    check_merges(base, other, tmp_path / "again")
+
+
+@pytest.mark.parametrize("first", ["none", "all"])
+def test_trained_biases_do_not_hide_an_earlier_adapter(first: str, tmp_path: Path) -> None:
+    """Merged into the model, which was trained again with biases: the old folder is not the base."""
+    base = save_with_biases(tmp_path / "base", "llama")
+    before = get_peft_model(llama(base), LoraConfig(r=4, target_modules=["q_proj"], bias=first))
+    randomise(before)
+    tuned = before.merge_and_unload()
+    tuned.save_pretrained(tmp_path / "tuned")
+    model = get_peft_model(tuned, LoraConfig(r=4, target_modules=["q_proj"], bias="all"))
+    apply(model)
+    randomise(model, seed=4)
+    model.save_pretrained(tmp_path / "adapter")
+    check_merges(tmp_path / "tuned", base, tmp_path / "adapter")
+
+
+def test_biases_of_another_adapter_count(tmp_path: Path) -> None:
+    base = save_with_biases(tmp_path / "base", "llama")
+    trained = get_peft_model(llama(base), LoraConfig(r=4, target_modules=["q_proj"], bias="all"))
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            parameter.add_(name.endswith("bias"))
+    tuned = trained.merge_and_unload()  # its LoRA is zero
+    tuned.save_pretrained(tmp_path / "tuned")
+    model = get_peft_model(tuned, LoraConfig(r=4, target_modules=["q_proj"], bias="lora_only"))
+    apply(model)
+    randomise(model)
+    model.save_pretrained(tmp_path / "adapter")
     check_merges(tmp_path / "tuned", base, tmp_path / "adapter")
 
 
