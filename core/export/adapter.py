@@ -145,8 +145,6 @@ class Adapter:
             match = _LORA.match(name)
             if match:
                 pairs.setdefault(match["stem"], {})[match["part"]] = key
-            elif name.endswith(".lora_B.bias"):
-                self._unknown(base, key, "The bias of a LoRA layer can't be merged; merge with PEFT instead.")
             elif name.endswith(_TRAINED_ROWS):
                 adapted.add(self._rows(base, key, name.removesuffix(_TRAINED_ROWS), changes))
             else:

@@ -18,7 +18,7 @@ from unsloth_plugins.core.export.tensors import read_json
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _OTHER_MATHS = (
     *("use_dora", "use_qalora", "use_bdlora", "layer_replication", "alora_invocation_tokens"),
-    *("arrow_config", "kasa_config", "monteclora_config", "megatron_config", "velora_config"),
+    *("lora_bias", "arrow_config", "kasa_config", "monteclora_config", "megatron_config", "velora_config"),
 )
 
 

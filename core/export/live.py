@@ -18,7 +18,8 @@ from unsloth_plugins.core.export.adapter import Adapter, biases_in
 from unsloth_plugins.core.export.adapter_config import check_kind
 from unsloth_plugins.core.export.base import base_of_model, config_of, fingerprint, open_base, same_numbers
 from unsloth_plugins.core.export.folder import check_new, check_space, scratch
-from unsloth_plugins.core.export.merge import SHARD_BYTES, MergeReport, check_dtype, write_merged
+from unsloth_plugins.core.export.merge import SHARD_BYTES, MergeReport, check_dtype, outputs_of, write_merged
+from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.provenance import BASE_RECORD, record_base
 from unsloth_plugins.core.export.tensors import Progress
 from unsloth_plugins.core.patches import PatchSet
@@ -167,7 +168,7 @@ def check_model(
     """Before a run that ends with ``merge_model``: refuse now what would be refused then.
 
     Raises:
-        ConfigError, UnsupportedError, ExportError: as ``merge_model``; for 16 and 32 bits with the disk space.
+        ConfigError, UnsupportedError, ExportError: as ``merge_model``, the disk space for the weights included.
     """
     check_dtype(dtype)
     target = Path(output).expanduser()
@@ -176,9 +177,8 @@ def check_model(
         check_new(Path(adapter_output).expanduser())
     model, active = _peft_model(model)
     check_kind(model.peft_config[active].to_dict(), f"the adapter {active!r}")
-    base = base_of_model(model)
-    if (width := {"bf16": 2, "fp16": 2, "fp32": 4}.get(dtype)) is not None:
-        check_space(target, sum(info.nbytes // info.dtype.itemsize * width for info in base.infos.values()))
+    outputs, _ = outputs_of(Merged(base_of_model(model)), dtype, {})
+    check_space(target, sum(one.info.nbytes for one in outputs))
 
 
 def peft_models(module: nn.Module) -> list[Any]:

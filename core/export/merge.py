@@ -171,17 +171,9 @@ def write_merged(
     check_dtype(dtype)
     merged = Merged(base, adapters)
     report = MergeReport(output, [], 0, [name for name in merged.infos if merged.changed(name)], notes=notes)
-    quantization: dict[str, Any] = {}
-    if dtype == "nf4":
-        quantization = four_bit.quantization_of(merged)
-        outputs = four_bit.four_bit_outputs(merged, quantization, report.requantised)
-        if experts := sum(len(info.shape) == 3 for info in merged.infos.values()):
-            notes.append(f"{experts} tensors of experts are in bf16: bitsandbytes has linear layers only. See mxfp4.")
-    elif dtype == "mxfp4":
-        quantization = quantization_of(base)
-        outputs = packed_outputs(merged, report.requantised)
-    else:
-        outputs = plain_outputs(merged, _DTYPES[dtype])
+    outputs, quantization = outputs_of(merged, dtype, report.requantised)
+    if dtype == "nf4" and (experts := sum(len(info.shape) == 3 for info in merged.infos.values())):
+        notes.append(f"{experts} tensors of experts are in bf16: bitsandbytes has linear layers only. See mxfp4.")
     folders = [adapter.folder for adapter in adapters]
     files = side_files(folder, folders)
     report.bytes_needed = sum(one.info.nbytes for one in outputs) + sum(path.stat().st_size for path, _ in files)
@@ -228,6 +220,27 @@ def write_merged(
             (place / name).write_text(text, encoding="utf-8")
         journal.close()
     return report
+
+
+def outputs_of(
+    merged: Merged, dtype: str, requantised: dict[str, Requantised]
+) -> tuple[list[Output], dict[str, Any] | None]:
+    """The tensors of the result, and the ``quantization_config`` that goes with them.
+
+    Args:
+        merged: checked; nothing of it is read here.
+        dtype: see ``merge``.
+        requantised: filled, tensor by tensor, when the outputs are written.
+
+    Raises:
+        UnsupportedError: this model can't be stored in that dtype.
+    """
+    if dtype == "nf4":
+        settings = four_bit.quantization_of(merged)
+        return four_bit.four_bit_outputs(merged, settings, requantised), settings
+    if dtype == "mxfp4":
+        return packed_outputs(merged, requantised), quantization_of(merged.base)
+    return plain_outputs(merged, _DTYPES[dtype]), None
 
 
 def _of_rounding(requantised: Mapping[str, Requantised]) -> list[str]:
@@ -319,7 +332,7 @@ def _plain(merged: Merged, name: str, info: Info, dtype: torch.dtype) -> Output:
     return Output(name, Info(target, info.shape), pieces)
 
 
-def _config(merged: Merged, dtype: str, quantization: dict[str, Any]) -> dict[str, Any]:
+def _config(merged: Merged, dtype: str, quantization: dict[str, Any] | None) -> dict[str, Any]:
     base = merged.base
     embedding = base.embedding
     resized = embedding is not None and merged.vocab_size != base.infos[embedding].shape[0]
@@ -327,4 +340,4 @@ def _config(merged: Merged, dtype: str, quantization: dict[str, Any]) -> dict[st
     if base.tied and not merged.tied:
         settings["tie_word_embeddings"] = False
     named = {"mxfp4": None, "nf4": "bfloat16"}.get(dtype, str(_DTYPES.get(dtype)).removeprefix("torch."))
-    return cleaned_config(base.config, dtype=named, quantization_config=quantization or None, **settings)
+    return cleaned_config(base.config, dtype=named, quantization_config=quantization, **settings)

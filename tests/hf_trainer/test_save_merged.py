@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_llama
+from conftest import tiny_gpt_oss, tiny_llama
 from merge_cases import logits, reload, routing_gaps, save_packed, small_tokenizer, tensors
 from peft import LoraConfig, get_peft_model
 from test_callback import Rows, arguments, lora
@@ -90,6 +90,14 @@ def test_what_would_prevent_the_merge_stops_before_the_first_step(tmp_path: Path
         (lora(tiny_llama()), dict(save_merged=tmp_path / "there"), ExportError, "does not exist yet"),
         (lora(tiny_llama()), dict(save_merged=tmp_path / "taken"), ExportError, "does not exist yet"),
         (lora(tiny_llama(), use_dora=True), dict(save_merged=tmp_path / "out"), UnsupportedError, "use_dora"),
+        (lora(tiny_llama(), lora_bias=True), dict(save_merged=tmp_path / "out"), UnsupportedError, "lora_bias"),
+        (lora(tiny_llama()), dict(save_merged=tmp_path / "out", merged_dtype="mxfp4"), UnsupportedError, "gpt_oss"),
+        (
+            lora(tiny_gpt_oss(intermediate_size=48)),
+            dict(save_merged=tmp_path / "out", merged_dtype="mxfp4"),
+            UnsupportedError,
+            "multiple of 32",
+        ),
         (tiny_llama(), dict(save_merged=tmp_path / "out"), ConfigError, "save_pretrained"),
     ):
         trainer = trainer_of(model, tmp_path, UnslothCallback(**options))

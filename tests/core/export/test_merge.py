@@ -650,6 +650,7 @@ def test_the_fingerprint_sees_the_middle_of_a_tensor(tmp_path: Path) -> None:
     ("change", "named"),
     [
         (dict(use_dora=True), "use_dora"),
+        (dict(lora_bias=True), "lora_bias"),
         (dict(peft_type="LOHA"), "peft_type"),
         (dict(init_lora_weights="pissa_niter_4"), "pissa"),
     ],
