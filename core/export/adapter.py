@@ -75,6 +75,13 @@ class Term:
         return self.n_experts, *pair
 
 
+def second_half(term: Term, magnitudes: bool = False) -> Term:
+    """What the later half of the ranks adds, or the product of its factors' ``magnitudes``; not of experts."""
+    a, b = (factor.abs() if magnitudes else factor for factor in term.factors())
+    rank = a.shape[0] // 2
+    return Term(term.layout, MemoryTensors({"a": a[rank:], "b": b[:, rank:]}), "a", "b", term.scaling)
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor of an adapter's file that takes the place of a base tensor, or of some of its rows."""

@@ -11,12 +11,13 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
-from unsloth_plugins.core.export.adapter import Adapter, biases_in
+from unsloth_plugins.core.export.adapter import Adapter, Changes, biases_in, second_half
 from unsloth_plugins.core.export.adapter_config import check_kind
-from unsloth_plugins.core.export.base import base_of_model, config_of, fingerprint, open_base, same_numbers
+from unsloth_plugins.core.export.base import Base, base_of_model, config_of, fingerprint, open_base, same_numbers
 from unsloth_plugins.core.export.folder import check_new, check_space, scratch
 from unsloth_plugins.core.export.merge import SHARD_BYTES, MergeReport, check_dtype, outputs_of, write_merged
 from unsloth_plugins.core.export.merged import Merged
@@ -26,6 +27,7 @@ from unsloth_plugins.core.patches import PatchSet
 
 _log = logging.getLogger(__name__)
 _SAVING = "_unsloth_saving"
+_NOISE = 1e-5  # of a product in float32, relative to the largest number of a row
 
 
 def merge_model(
@@ -98,23 +100,24 @@ def _recording(original: Callable[..., Any]) -> Callable[..., Any]:
         chosen, folder = given.arguments["selected_adapters"], Path(given.arguments["save_directory"])
         if given.arguments["is_main_process"]:
             for name in self.peft_config if chosen is None else chosen:
-                _record(self, name, folder if name == "default" else folder / name)
+                converted = given.arguments.get("path_initial_model_for_weight_conversion") is not None
+                _record(self, name, folder if name == "default" else folder / name, converted)
         return result
 
     return save_pretrained
 
 
-def _record(model: Any, adapter: str, folder: Path) -> None:
+def _record(model: Any, adapter: str, folder: Path, converted: bool) -> None:
     """Of an adapter that was just saved. A run must not end for want of a record: whatever happens is a warning."""
     try:
         (folder / BASE_RECORD).unlink(missing_ok=True)  # of an adapter that was there before
         if model.peft_config[adapter].peft_type == "LORA":  # others are not merged
-            _record_weights(model, folder)
+            _record_weights(model, folder, converted)
     except Exception as error:
         _log.warning("No %s beside %s, so merges can't check its base by content: %r", BASE_RECORD, folder, error)
 
 
-def _record_weights(model: Any, folder: Path) -> None:
+def _record_weights(model: Any, folder: Path, converted: bool = False) -> None:
     """Record the base's weights in memory and on disk, where another dtype or packing gives another fingerprint.
 
     In memory they are not to be had where adapters are merged into them, where this process holds a part of them, or
@@ -123,6 +126,9 @@ def _record_weights(model: Any, folder: Path) -> None:
     its file holds, which PEFT trains in place and a merge takes from the file. So weights that an earlier adapter was
     merged into are told from the folder's. Those that were quantised when they were loaded, or since, are not those of
     the folder; the first are recorded as such. Nothing is written where nothing is known.
+
+    Where PEFT ``converted`` PiSSA or its kind to LoRA, memory holds the base without the adapter's start, which no
+    folder has. The start is in the file: added again, it gives the base up to its rounding.
     """
     here = there = None
     if not _merged_in(model):
@@ -135,11 +141,39 @@ def _record_weights(model: Any, folder: Path) -> None:
     origin = there.source if quantised and there is not None else None
     if there is not None and _is_quantised(config_of(model.get_base_model())) and not _is_quantised(there.config):
         there = None
-    if here is not None and there is not None and not same_numbers(here, there, biases_in(folder)):
-        there = None
+    if here is not None and there is not None:
+        same = _same_before_start(here, there, folder) if converted else same_numbers(here, there, biases_in(folder))
+        here, there = (None if converted and same else here), (there if same else None)
     forms = [form.source for form in (here, there) if form is not None]
     if forms or quantised:
         record_base(folder, *forms, quantised=quantised, quantised_from=origin)
+
+
+def _same_before_start(here: Base, there: Base, folder: Path) -> bool:
+    """``same_numbers`` of the base as it was before ``W - scaling * B0 @ A0`` took an adapter's start out of it.
+
+    Source: PEFT 0.20 to 0.21, ``LoraModel.subtract_mutated_init``: the file holds ``[A; A0]`` and ``[B, -B0]``. Of each
+    adapted tensor two rows are compared. PEFT rounds ``W`` without the start once, and each factor once, to the weights'
+    dtype; a merged adapter that changed any number of those rows by more than that is seen.
+    """
+    changes: dict[str, Changes] = {}
+    Adapter(folder).collect(there, changes)
+    if not same_numbers(here, there, changes.keys()):
+        return False
+    for name, change in changes.items():
+        info = here.infos[name]
+        for row in (0, info.shape[0] // 2):
+            left = here.read(name, row, row + 1).cpu()
+            before = left.float()
+            rounding = before.abs() / 2
+            for term in change.terms:  # not in place: these are live weights
+                before = before - second_half(term).rows(row, row + 1, before.device)
+                rounding = rounding + second_half(term, magnitudes=True).rows(row, row + 1, before.device)
+            want = there.read(name, row, row + 1).cpu().to(left.dtype).float()
+            rounding = rounding * torch.finfo(left.dtype).eps
+            if ((before - want).abs() > rounding + _NOISE * want.abs().max()).any():
+                return False
+    return True
 
 
 def _quantised_when_loaded(model: Any) -> str | None:

@@ -140,6 +140,49 @@ def test_biases_of_another_adapter_count(tmp_path: Path) -> None:
     check_merges(tmp_path / "tuned", base, tmp_path / "adapter")
 
 
+def save_converted(model: Any, folder: Path) -> None:
+    """Trained from PiSSA, and saved as PEFT documents it: as LoRA over the base before."""
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(folder / "start")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder / "adapter", path_initial_model_for_weight_conversion=str(folder / "start"))
+
+
+def pissa(model: Any) -> PeftModel:
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights="pissa"))
+    apply(model)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_converted_from_pissa(dtype: torch.dtype, tmp_path: Path) -> None:
+    base, other = (save_llama(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1)))
+    model = pissa(llama(base, dtype))
+    before = {name: numbers.clone() for name, numbers in model.state_dict().items() if "lora_" not in name}
+    save_converted(model, tmp_path)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], numbers) for name, numbers in before.items())
+    check_merges(base, other, tmp_path / "adapter")
+    if dtype == torch.float32:
+        merge(base, tmp_path / "adapter", tmp_path / "exact", dtype="fp32")
+        torch.testing.assert_close(logits(reload(tmp_path / "exact")), logits(model.eval()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("targets", [["q_proj"], ["up_proj"]])
+def test_conversion_does_not_hide_an_earlier_adapter(targets: list[str], dtype: torch.dtype, tmp_path: Path) -> None:
+    """Merged into weights that PiSSA starts from, or into others."""
+    base = save_llama(tmp_path / "base")
+    first = lora(llama(base, dtype), targets)
+    randomise(first, std=0.02)
+    save_converted(pissa(first.merge_and_unload()), tmp_path)
+    with pytest.raises(ExportError, match="differs by the fingerprint"):
+        merge(base, tmp_path / "adapter", tmp_path / "none")
+
+
 def test_packed_weights_of_the_folder_that_were_decoded_when_loaded(tmp_path: Path) -> None:
     base, other = (save_packed(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1)))
     config = Mxfp4Config(dequantize=True)
