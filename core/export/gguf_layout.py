@@ -53,6 +53,14 @@ _GEMMA_2_AND_3_BLOCK = _BLOCK | {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _BLOCKS = {"gpt-oss": _GPT_OSS_BLOCK, "gemma2": _GEMMA_2_AND_3_BLOCK, "gemma3": _GEMMA_2_AND_3_BLOCK}
+_BIASES = {
+    "llama": {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"}
+    | {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"},
+    "qwen2": {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"},
+    "gpt-oss": {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.router"},
+}
+"""Modules whose biases llama.cpp's graph adds; the other architectures have none."""
+
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -146,15 +154,49 @@ def rope_of(config: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
+def check_graph(config: dict[str, Any]) -> None:
+    """Refuse the settings that llama.cpp's graph of the architecture does not have.
+
+    Source: llama.cpp's graphs, which write activations as constants.
+
+    Raises:
+        UnsupportedError: the setting is named.
+    """
+    arch = architecture_of(config)
+    if arch == "gpt-oss":  # hidden_act is not used
+        for name, constant in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+            if config.get(name, constant) != constant:
+                raise _differs(config, f"{name} {constant}", config[name])
+        return
+    if arch.startswith("gemma"):
+        name = "hidden_act" if arch == "gemma" else "hidden_activation"
+        good: tuple[str, ...] = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast")
+        good += ("gelu",) * (arch == "gemma")  # what its first files call the tanh one
+    else:
+        name, good = "hidden_act", ("silu", "swish")
+    if config.get(name, good[0]) not in good:
+        raise _differs(config, f"{name} {good[0]}", repr(config[name]))
+
+
+def _differs(config: dict[str, Any], expected: str, got: Any) -> UnsupportedError:
+    return UnsupportedError(
+        expected=f"{expected}, as in llama.cpp's {ARCHITECTURES[config['model_type']]}",
+        got=str(got),
+        remedy="Merge to safetensors, and run that with transformers or vLLM.",
+    )
+
+
 def pieces_of(merged: Merged) -> list[Piece]:
     """Every GGUF tensor of the merged model.
 
     Raises:
-        UnsupportedError: an architecture or rope that is not exported here.
+        UnsupportedError: an architecture or rope that is not exported here, or a setting that llama.cpp's graph of
+            the architecture does not have.
         ExportError: a tensor that has no place in the GGUF.
     """
     config = merged.base.config
     arch = architecture_of(config)
+    check_graph(config)
     pieces: list[Piece] = []
     for name, info in merged.infos.items():
         pieces += _convert(merged, arch, name, info)
@@ -192,6 +234,9 @@ def _convert(merged: Merged, arch: str, name: str, info: Info) -> list[Piece]:
     table = _BLOCKS.get(arch, _BLOCK)
     if module not in table or kind not in ("weight", "bias"):
         raise _no_place(name, arch)
+    if kind == "bias" and module not in _BIASES.get(arch, ()):
+        setting = "mlp_bias" if module.startswith("mlp.") else "attention_bias"
+        raise _differs(merged.base.config, f"no {setting}", name)
     target = f"{block}.{table[module]}.{kind}"
     if arch == "llama" and module in ("self_attn.q_proj", "self_attn.k_proj"):
         config, counted = merged.base.config, ["num_attention_heads"]
@@ -272,6 +317,21 @@ def _llama3_factors(rope: dict[str, Any], size: int) -> torch.Tensor:
     return slowed.float()
 
 
+def _attention_factor(rope: dict[str, Any]) -> float:
+    """What yarn multiplies cos and sin by, relative to 1 + 0.1 ln(factor), which llama.cpp multiplies by on its own.
+
+    Source: ``transformers.modeling_rope_utils._compute_yarn_parameters``.
+    """
+    log = math.log(_number(rope, "factor"))
+    if rope.get("attention_factor") is not None:
+        wanted = _number(rope, "attention_factor")
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        wanted = (1 + 0.1 * _number(rope, "mscale") * log) / (1 + 0.1 * _number(rope, "mscale_all_dim") * log)
+    else:
+        return 1.0
+    return float(wanted / (1 + 0.1 * log))
+
+
 def add_metadata(writer: Any, merged: Merged, notes: list[str]) -> None:
     """Sizes, attention and rope into the writer.
 
@@ -304,6 +364,9 @@ def add_metadata(writer: Any, merged: Merged, notes: list[str]) -> None:
         writer.add_rope_scaling_orig_ctx_len(_count(rope, "original_max_position_embeddings", default=context))
         writer.add_rope_scaling_yarn_beta_fast(_number(rope, "beta_fast", default=32.0))
         writer.add_rope_scaling_yarn_beta_slow(_number(rope, "beta_slow", default=1.0))
+        factor = _attention_factor(rope)
+        if factor != 1:
+            writer.add_rope_scaling_attn_factors(factor)
         if rope.get("truncate") is False:
             notes.append("llama.cpp rounds the borders of yarn's ramp, this model does not: logits differ slightly.")
     if config["model_type"] == "gpt_oss":
@@ -345,11 +408,7 @@ def _add_gemma(writer: Any, config: dict[str, Any], rope: dict[str, Any]) -> Non
         ("attention that looks back only", "both ways", not config.get("use_bidirectional_attention")),
     ):
         if not good:
-            raise UnsupportedError(
-                expected=f"{expected}, as in llama.cpp's {ARCHITECTURES[config['model_type']]}",
-                got=str(got),
-                remedy="Merge to safetensors, and convert that with llama.cpp's own converter.",
-            )
+            raise _differs(config, expected, got)
     writer.add_sliding_window(_count(config, "sliding_window"))
     if second:
         writer.add_attn_logit_softcapping(_number(config, "attn_logit_softcapping", default=50.0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,12 @@ from merge_cases import randomise, save_llama, save_packed, small_tokenizer, ten
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export import export_gguf, merge
 from unsloth_plugins.core.export.gguf import ggml_mxfp4
-from unsloth_plugins.core.export.gguf_layout import _add_gemma, rope_of
+from unsloth_plugins.core.export.gguf_layout import _add_gemma, check_graph, rope_of
 from unsloth_plugins.core.mxfp4 import decode
 
 
@@ -225,6 +227,54 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match=named):
             export_gguf(base, tmp_path / "m.gguf")
     assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".m*"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act silu, as in llama.cpp's llama; got 'gelu'"),
+        ("qwen2", {"hidden_act": "relu"}, "hidden_act silu, as in llama.cpp's qwen2; got 'relu'"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act gelu_pytorch_tanh, as in llama.cpp's gemma"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation gelu_pytorch_tanh, as in llama.cpp's gemma2"),
+        ("qwen3", {"attention_bias": True}, "no attention_bias, as in llama.cpp's qwen3"),
+        ("gemma", {"attention_bias": True}, "no attention_bias, as in llama.cpp's gemma"),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused(
+    kind: str, options: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=16)
+    config = AutoConfig.for_model(kind, vocab_size=160, num_key_value_heads=1, **(sizes | options))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    small_tokenizer().save_pretrained(tmp_path / "base")
+    with pytest.raises(UnsupportedError, match=re.escape(named)):
+        export_gguf(tmp_path / "base", tmp_path / "m.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.mark.parametrize("change", [{"swiglu_limit": 5.0}, {"swiglu_alpha": 1.0}])
+def test_a_gpt_oss_with_another_swiglu_is_refused(change: dict[str, float]) -> None:
+    check_graph({"model_type": "gpt_oss", "swiglu_limit": 7.0, "hidden_act": "silu"})
+    with pytest.raises(UnsupportedError, match=f"{next(iter(change))} .*, as in llama.cpp's gpt-oss"):
+        check_graph({"model_type": "gpt_oss"} | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "written"),
+    [
+        ({}, None),
+        ({"attention_factor": 0.1 * math.log(4) + 1}, None),
+        ({"mscale": 1.0, "mscale_all_dim": 0.0}, None),
+        ({"attention_factor": 1.0}, 1 / (0.1 * math.log(4) + 1)),
+        ({"attention_factor": 1.0, "mscale": 2.0, "mscale_all_dim": 1.0}, 1 / (0.1 * math.log(4) + 1)),
+        ({"mscale": 0.7, "mscale_all_dim": 0.7}, 1 / (0.1 * math.log(4) + 1)),
+    ],
+)
+def test_attention_factor_of_yarn(change: dict[str, float], written: float | None, tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64} | change
+    export_gguf(_llama(tmp_path, rope_parameters=rope), tmp_path / "m.gguf")
+    got = _read(tmp_path / "m.gguf")[1].get("llama.rope.scaling.attn_factor")
+    assert got == (None if written is None else pytest.approx(written, rel=1e-6))
 
 
 @pytest.mark.parametrize(("name", "dimensions"), [("down_proj_bias", 2), ("gate_up_proj", 3)])

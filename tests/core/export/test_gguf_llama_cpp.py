@@ -273,6 +273,7 @@ _LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
+_YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
 _FAMILIES = [
     ("llama", dict(attention_bias=True, num_key_value_heads=2)),
     ("llama", dict(rope_parameters=_LLAMA3, max_position_embeddings=256, head_dim=32, num_key_value_heads=2)),
@@ -281,6 +282,17 @@ _FAMILIES = [
     ("qwen2", dict(num_key_value_heads=2, tie_word_embeddings=True)),
     ("qwen3", dict(num_key_value_heads=2, head_dim=32)),
     ("gemma", dict(num_key_value_heads=1, head_dim=32)),
+    ("llama", dict(rope_parameters=_YARN, max_position_embeddings=256)),
+    ("llama", dict(rope_parameters=_YARN | dict(attention_factor=1.0), max_position_embeddings=256)),
+    (
+        "qwen2",
+        dict(
+            rope_parameters=_YARN | dict(mscale=0.5, mscale_all_dim=0.2),
+            max_position_embeddings=256,
+            num_key_value_heads=2,
+        ),
+    ),
+    ("llama", dict(attention_bias=True, mlp_bias=True, num_key_value_heads=2)),
 ]
 
 
