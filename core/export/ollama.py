@@ -78,7 +78,8 @@ class Turns:
 
 def _text(text: str) -> str:
     """As it is, or quoted where Go or the Modelfile would take it for something else."""
-    return "{{ " + json.dumps(text, ensure_ascii=False) + " }}" if "{{" in text or '"' in text else text
+    special = "{{" in text or text.endswith("{") or '"' in text
+    return "{{ " + json.dumps(text, ensure_ascii=False) + " }}" if special else text
 
 
 def _render(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str | None:

@@ -45,6 +45,10 @@ DEFAULT_SYSTEM = (
     "{% if messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are \"helpful\" {{x}}<|im_end|>\n' }}{% endif %}"
 ) + CHATML
+BRACES = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>{' + message['content'] + '}' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>{' }}{% endif %}"
+)
 FAMILIES = {
     "chatml": (CHATML, {"<|im_end|>"}),
     "default-system": (DEFAULT_SYSTEM, {"<|im_end|>"}),
@@ -52,6 +56,7 @@ FAMILIES = {
     "mistral": (MISTRAL, set()),
     "gemma": (GEMMA, {"<end_of_turn>"}),
     "harmony": (HARMONY, {"<|return|>"}),
+    "braces": (BRACES, set()),
 }
 CHAT = [
     {"role": "user", "content": 'What is 2 + 2?\nAnd "why"?'},
@@ -100,6 +105,7 @@ def test_case_12_rendering_equals_the_tokenizers(family: str, adds_bos: bool) ->
     tokenizer = _tokenizer(family, adds_bos)
     turns = turns_of(tokenizer)
     assert turns.render(CHAT) == _wanted(tokenizer, CHAT, adds_bos)
+    assert "{{{" not in turns.go_template()  # Go reads the first two, and the third as a command
     assert set(stop_tokens(tokenizer)) == {"</s>"} | FAMILIES[family][1]
     assert (turns.note is not None) == (family == "gemma")
     if family != "gemma":
