@@ -377,7 +377,7 @@ def tokenizer(
         str | None, typer.Option(help="For a tokenizer without one: chatml, harmony, or a Jinja file.")
     ] = None,
     add_tokens: Annotated[
-        bool, typer.Option("--add-tokens", help="With --chat-template chatml: add its tokens where they are missing.")
+        bool, typer.Option("--add-tokens", help="Add ChatML's tokens where the chat template needs them.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what a repair would do, and write nothing.")] = False,
     as_json: Json = False,
@@ -398,8 +398,8 @@ def tokenizer(
 
     if chat_template and not (repair or dry_run):
         raise typer.BadParameter("--chat-template needs --repair or --dry-run.")
-    if add_tokens and chat_template != "chatml":
-        raise typer.BadParameter("--add-tokens needs --chat-template chatml.")
+    if add_tokens and not (repair or dry_run):
+        raise typer.BadParameter("--add-tokens needs --repair or --dry-run.")
     chat_template = _template(chat_template)
     with _errors(as_json):
         if repair or dry_run:

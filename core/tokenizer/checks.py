@@ -16,7 +16,7 @@ from unsloth_plugins.core.errors import ConfigError
 from unsloth_plugins.core.tokenizer.labels import assistant_labels
 from unsloth_plugins.core.tokenizer.pairs import choose_tokenizer
 from unsloth_plugins.core.tokenizer.ranked import is_ranked
-from unsloth_plugins.core.tokenizer.templates import has_markers, with_markers
+from unsloth_plugins.core.tokenizer.templates import CHATML_END, has_markers, with_markers
 
 _QUESTION, _ANSWER = "a question", "an answer"
 _PAD_REPAIR = "use a spare token, else a new one where the embedding has a row for it or the model can grow"
@@ -103,12 +103,17 @@ def _rendered(tokenizer: Any, chat: Sequence[Any], **options: Any) -> str:
     return str(tokenizer.apply_chat_template(list(chat), tokenize=False, **options))
 
 
+def after_answer(tokenizer: Any) -> str | None:
+    """What the chat template writes after the last answer, or ``None`` where the answer is not in what it writes."""
+    text = render(tokenizer)
+    return text[text.rindex(_ANSWER) + len(_ANSWER) :].lstrip() if text is not None and _ANSWER in text else None
+
+
 def end_of_turn(tokenizer: Any) -> str | None:
     """The token that the chat template writes right after an assistant's answer."""
-    text = render(tokenizer)
-    if text is None or _ANSWER not in text:
+    rest = after_answer(tokenizer)
+    if rest is None:
         return None
-    rest = text[text.rindex(_ANSWER) + len(_ANSWER) :].lstrip()
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     fitting = [token for token in added if rest.startswith(token)]
     return max(fitting, key=len) if fitting else None
@@ -179,6 +184,13 @@ def _end(model_or_config: Any, tokenizer: Any) -> list[Finding]:
     end, eos = end_of_turn(tokenizer), tokenizer.eos_token
     stops = stops_of(model_or_config)
     number = tokenizer.convert_tokens_to_ids(end) if end else None
+    rest = after_answer(tokenizer)
+    if rest is not None and end is None:
+        what = f"with {rest[:40]!r}, which begins with no special token" if rest else "with nothing"
+        repair = "add ChatML's tokens if you say so (--add-tokens)" if rest.startswith(CHATML_END) else None
+        found.append(
+            Finding("end-of-turn-missing", f"the chat template ends an answer {what}: answers never stop", repair)
+        )
     if end and end != eos and number not in stops:
         message = f"the chat template ends an answer with {end!r}, but the end token is {eos!r}: answers never stop"
         found.append(Finding("eos-is-not-end-of-turn", message, f"make {end!r} the end token"))

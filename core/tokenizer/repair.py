@@ -68,7 +68,8 @@ def repair_tokenizer(
         slow: as for ``check_tokenizer``; it is left as it is.
         chat_template: "chatml", "harmony" (both with generation markers) or a template's text, for a tokenizer
             that has none or a broken one.
-        add_tokens: add the tokens of ChatML where the vocabulary lacks them, as Llama 2's and Mistral's do.
+        add_tokens: add the tokens of ChatML where the vocabulary lacks them, as Llama 2's and Mistral's do, and the
+            chat template that is there or asked for writes them.
         dry_run: work on copies and change nothing. The embedding is not copied: its repairs are only named.
 
     Returns:
@@ -130,6 +131,7 @@ def _order(findings: list[Finding]) -> list[Finding]:
         "unigram-of-bpe",
         "chat-template-missing",
         "chat-template-broken",
+        "end-of-turn-missing",
         "generation-markers-missing",
         "special-token-splits",
         "eos-is-not-end-of-turn",
@@ -139,6 +141,8 @@ def _order(findings: list[Finding]) -> list[Finding]:
 
 def _change(finding: Finding, model: Any, tokenizer: Any, template: str | None, add_tokens: bool) -> str | None:
     """Make one repair; says what it did, or ``None`` where it did nothing."""
+    if finding.code == "end-of-turn-missing":
+        return _chatml_tokens(tokenizer) if add_tokens and finding.repair else None
     if finding.code == "eos-is-not-end-of-turn":
         before, tokenizer.eos_token = tokenizer.eos_token, end_of_turn(tokenizer)
         _stop_at(model, tokenizer.eos_token_id)
@@ -266,6 +270,14 @@ def _new_template(tokenizer: Any, template: str, add_tokens: bool) -> str:
     tokenizer.chat_template = text
     now = f"the chat template is {template if template in KNOWN else 'the given one'} now"
     return now + (f", and {', '.join(added)} are new tokens" if added else "")
+
+
+def _chatml_tokens(tokenizer: Any) -> str:
+    known = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    text = render(tokenizer) or ""
+    added = [token for token in KNOWN["chatml"][1] if token in text and token not in known]
+    tokenizer.add_tokens(added, special_tokens=True)
+    return f"{', '.join(added)} are special tokens now"
 
 
 def _markers(tokenizer: Any) -> str | None:

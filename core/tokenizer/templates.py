@@ -41,7 +41,8 @@ HARMONY = (
 not change with the day. The last answer keeps its ``thinking`` in the analysis channel and ends with <|return|>;
 earlier ones show what the model sees of them later: the final channel, ended by <|end|>."""
 
-KNOWN = {"chatml": (CHATML, ("<|im_start|>", "<|im_end|>")), "harmony": (HARMONY, ("<|start|>", "<|channel|>"))}
+CHATML_END = "<|im_end|>"
+KNOWN = {"chatml": (CHATML, ("<|im_start|>", CHATML_END)), "harmony": (HARMONY, ("<|start|>", "<|channel|>"))}
 """Name -> template, and tokens that the vocabulary must have."""
 
 _OUTPUT = re.compile(r"\{\{(-?)(.*?)(-?)\}\}", re.DOTALL)

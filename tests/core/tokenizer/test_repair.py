@@ -276,6 +276,45 @@ def test_tokens_of_chatml_are_added_on_request() -> None:
     assert repair_tokenizer(model, tokenizer, chat_template="chatml", add_tokens=True).done == []
 
 
+@pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML])
+def test_chatml_without_its_tokens_is_found_and_repaired(template: str) -> None:
+    tokenizer = small_tokenizer(size=149, chat_template=template)
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in (None, tokenizer.unk_token_id)
+    model = tiny_llama(vocab_size=150, eos_token_id=1)
+    (finding,) = [each for each in check_tokenizer(model, tokenizer) if each.code == "end-of-turn-missing"]
+    assert "<|im_end|>" in finding.message and "--add-tokens" in str(finding.repair) and not finding.caution
+    assert finding in repair_tokenizer(model, tokenizer).left and len(tokenizer) == 150
+    plan = repair_tokenizer(model, tokenizer, add_tokens=True, dry_run=True)
+    assert len(tokenizer) == 150 and plan.left == []
+    report = repair_tokenizer(model, tokenizer, add_tokens=True)
+    assert report.done == plan.done and report.left == [] and check_tokenizer(model, tokenizer) == []
+    assert report.done[0] == "end-of-turn-missing: <|im_start|>, <|im_end|> are special tokens now"
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.eos_token_id == end and model.config.eos_token_id == [end, 1]
+    assert len(model.lm_head.weight) == 152
+    assert repair_tokenizer(model, tokenizer, add_tokens=True).done == []
+
+
+@pytest.mark.parametrize(
+    ("end", "shown"),
+    [
+        ("", "with nothing"),
+        ("{% if not loop.last %}{{ eos_token }}{% endif %}", "with nothing"),
+        ("{{ '\n### END' }}", "'### END'"),
+        ("{{ '<|eot_id|>' }}", "'<|eot_id|>'"),
+    ],
+)
+def test_a_template_without_an_end_after_the_last_answer_is_found(end: str, shown: str) -> None:
+    tokenizer = small_tokenizer(size=130)
+    start = "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+    tokenizer.chat_template = start + end + "{% endfor %}"
+    (finding,) = [each for each in check_tokenizer(160, tokenizer) if each.code == "end-of-turn-missing"]
+    assert shown in finding.message and finding.repair is None and not finding.caution
+    assert finding in repair_tokenizer(160, tokenizer, add_tokens=True).left and len(tokenizer) == 131
+    tokenizer.chat_template = start + "{{ eos_token }}{% endfor %}"
+    assert "end-of-turn-missing" not in codes(160, tokenizer)
+
+
 REFUSES_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
 ) + PLAIN_CHATML
