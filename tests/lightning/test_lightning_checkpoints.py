@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from conftest import batch_of, tiny_gpt_oss, tiny_llama
 from fitting import EXPERTS, batches, lora, module_of, root_of, trainer_of
 
-import unsloth_plugins.lightning  # noqa: F401
+import unsloth_plugins
+import unsloth_plugins.lightning
 from unsloth_plugins.core.errors import ModelError
 from unsloth_plugins.core.mxfp4 import pack_experts
 
 pl = root_of("lightning.pytorch")
+README = Path(unsloth_plugins.lightning.__file__).with_name("README.md")
 
 
 def packed() -> Any:
@@ -139,3 +142,31 @@ def test_a_checkpoint_alone_evaluates(tmp_path: Path) -> None:
         module_of(pl, packed), batches(2), ckpt_path=tmp_path / "three.ckpt", verbose=False
     )
     assert here == there
+
+
+def test_load_from_checkpoint_by_the_words_of_the_readme(tmp_path: Path) -> None:
+    """No strategy sees it: the adapters on experts have to be there when it loads."""
+    sentence = r"load_from_checkpoint.*?`(strict=\w+)`.*?experts call `(\S+)` at the end of `__init__`"
+    words = re.search(sentence, README.read_text(), re.S)
+    assert words is not None
+    strict = eval(f"dict({words[1]})")
+    trainer, module = fit(packed, tmp_path, 3)
+    trainer.save_checkpoint(tmp_path / "three.ckpt")
+
+    class Without(type(module)):  # type: ignore[misc]
+        pass
+
+    class With(type(module)):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            eval(words[2], {"self": self, "unsloth_plugins": unsloth_plugins})
+
+    loaded = With.load_from_checkpoint(tmp_path / "three.ckpt", **strict)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    assert len(trained) == 4 * (2 + 2) * 2 and any(".experts." in name for name in trained)
+    assert all(torch.equal(loaded.get_parameter(name), p) for name, p in trained.items())
+    (here,) = trainer.validate(module, batches(2), verbose=False)
+    (there,) = trainer_of(pl, tmp_path, strategy="unsloth").validate(loaded, batches(2), verbose=False)
+    assert here == there
+    with pytest.warns(UserWarning, match=r"keys that are not in the model state dict.*\.experts\."):
+        Without.load_from_checkpoint(tmp_path / "three.ckpt", **strict)
