@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from unsloth_plugins.core import Applied, UnslothConfig, check_optimizers
+from unsloth_plugins.core import Applied, UnslothConfig, check_optimizers, lacks_adapters
 from unsloth_plugins.core.errors import ConflictError
 from unsloth_plugins.core.meter import Meter
 from unsloth_plugins.core.planner.live import explain, optimizer_named
@@ -80,6 +80,8 @@ class CallbackMixin(MetricsMixin):
         _check_strategy(trainer.strategy)
         _check_single(trainer.callbacks)
         check_precision(trainer.precision_plugin)
+        if stage == "fit":
+            _check_launcher(trainer.strategy, pl_module)
         if causal_lms(pl_module):
             self._apply(pl_module)
             if stage != "fit":
@@ -140,6 +142,19 @@ def _check_single(callbacks: list[Any]) -> None:
             expected="one UnslothCallback",
             got=f"{count}, of which the last would overrule the options of the others",
             remedy="Remove all but one, from Trainer(callbacks=...) and from configure_callbacks.",
+        )
+
+
+def _check_launcher(strategy: Any, module: nn.Module) -> None:
+    """Refuse adapters that only processes made from this one would have: it gets back no weight it has no place for."""
+    launchers = [each.__name__ for each in type(strategy.launcher).__mro__]
+    if "_MultiProcessingLauncher" in launchers and any(lacks_adapters(model) for model in causal_lms(module)):
+        raise ConflictError(
+            expected="adapters on experts to exist before the processes do",
+            got=f"{type(strategy).__name__} with start_method={strategy.launcher._start_method!r}, whose "
+            "processes would make them, train them and lose them at the end",
+            remedy="Use Trainer(strategy='ddp'). In a notebook use 'ddp_notebook' and call "
+            "unsloth_plugins.apply(self.model) at the end of the LightningModule's __init__.",
         )
 
 

@@ -50,7 +50,7 @@ class UnslothStrategy(StrategyMixin, DDPStrategy):
 
     Raises:
         ConfigError: an option does not exist or has a wrong value.
-        UnsupportedError: a precision that would give wrong results.
+        UnsupportedError: a precision that would give wrong results, or a ``start_method`` other than ``popen``.
     """
 
     ddp_class = DDPStrategy
@@ -75,5 +75,6 @@ class UnslothFSDPStrategy(ShardingMixin, UnslothStrategy):
 
     Raises:
         ConfigError: an option does not exist or has a wrong value.
-        UnsupportedError: a precision, an optimizer or a way to optimize that would give wrong results.
+        UnsupportedError: a precision, an optimizer or a way to optimize that would give wrong results, or a
+            ``start_method`` other than ``popen``.
     """

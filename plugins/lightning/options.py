@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_plugins.core import UnslothConfig
-from unsloth_plugins.core.errors import ConfigError
+from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 
 
 def split(config: UnslothConfig | None, options: dict[str, Any], ddp: type) -> tuple[UnslothConfig, dict[str, Any]]:
@@ -33,6 +33,25 @@ def split(config: UnslothConfig | None, options: dict[str, Any], ddp: type) -> t
             )
     given = {name: value for name, value in options.items() if name in ours}
     return UnslothConfig.from_options(config, **given), {k: v for k, v in options.items() if k not in ours}
+
+
+def check_start_method(options: Mapping[str, Any]) -> None:
+    """Each process has to build a module of its own: one made by another hands back only weights that this one has a
+    place for, which leaves out adapters on experts, and no sharded ones.
+
+    Args:
+        options: keyword arguments of Lightning's ``DDPStrategy``.
+
+    Raises:
+        UnsupportedError: ``start_method`` makes processes by Python's multiprocessing.
+    """
+    if (method := options.get("start_method", "popen")) != "popen":
+        raise UnsupportedError(
+            expected="start_method='popen', by which each process runs the script itself",
+            got=f"start_method={method!r}, after which adapters on experts would be lost",
+            remedy="Leave start_method out. In a notebook use Trainer(strategy='ddp_notebook', "
+            "callbacks=[UnslothCallback()]).",
+        )
 
 
 def with_options_in_signature(init: Callable[..., None]) -> Callable[..., None]:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import batch_of, tiny_gpt_oss, tiny_llama
-from fitting import EXPERTS, batches, classes, lora, module_of, root_of, trainer_of
+from fitting import EXPERTS, ROOTS, batches, classes, lora, module_of, root_of, trainer_of
 from torch.utils.data import DataLoader
 
-from unsloth_plugins.core import UnslothConfig, applied_to
+from unsloth_plugins.core import UnslothConfig, applied_to, apply
 from unsloth_plugins.core.device import DeviceMemory
 from unsloth_plugins.core.errors import ConfigError, ConflictError, ModelError, UnsupportedError
 from unsloth_plugins.core.planner import live
@@ -126,3 +126,24 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="loss_chunk_mib"):
         UnslothCallback(loss_chunk_mb=1)
     assert classes(pl).UnslothCallback(UnslothConfig(loss=None)).config.loss is None
+
+
+@pytest.mark.parametrize("root", ROOTS)
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork", "ddp_notebook"])
+def test_processes_that_would_lose_adapters_on_experts_are_refused(root: str, strategy: str, tmp_path: Path) -> None:
+    pl = root_of(root)
+
+    def setup(strategy: str, stage: str, model: Any) -> bool:
+        callback = classes(pl).UnslothCallback(quiet=True)
+        callback.setup(trainer_of(pl, tmp_path, strategy=strategy, devices=2), module_of(pl, lambda: model), stage)
+        return len(callback.applied) == 1
+
+    model = lora(tiny_gpt_oss(), EXPERTS)
+    with pytest.raises(ConflictError, match=r"strategy='ddp'.*apply\(self.model\)"):
+        setup(strategy, "fit", model)
+    assert applied_to(model) is None
+    assert setup("ddp", "fit", lora(tiny_gpt_oss(), EXPERTS))
+    assert setup(strategy, "validate", lora(tiny_gpt_oss(), EXPERTS))
+    assert setup(strategy, "fit", lora(tiny_gpt_oss()))
+    apply(model)
+    assert setup(strategy, "fit", model)

@@ -162,6 +162,17 @@ def test_a_trainable_copy_that_no_optimizer_has_is_let_through(tmp_path: Path) -
     assert len(module.losses) == 3
 
 
+@pytest.mark.parametrize("root", ROOTS)
+@pytest.mark.parametrize("name", ["UnslothStrategy", "UnslothDDPStrategy", "UnslothFSDPStrategy"])
+def test_processes_made_by_multiprocessing_are_refused(root: str, name: str) -> None:
+    """They would hand back neither adapters on experts nor what is sharded."""
+    kind = getattr(classes(root_of(root)), name)
+    for method in ("spawn", "fork", "forkserver"):
+        with pytest.raises(UnsupportedError, match=f"start_method='popen'.*start_method='{method}'"):
+            kind(start_method=method)
+    assert kind(start_method="popen")._start_method == "popen"
+
+
 def test_gradient_checkpointing_follows_the_model_or_the_option(tmp_path: Path) -> None:
     def checkpointed() -> Any:
         model = lora(tiny_gpt_oss())
