@@ -153,8 +153,8 @@ def _same_before_start(here: Base, there: Base, folder: Path) -> bool:
     """``same_numbers`` of the base as it was before ``W - scaling * B0 @ A0`` took an adapter's start out of it.
 
     Source: PEFT 0.20 to 0.21, ``LoraModel.subtract_mutated_init``: the file holds ``[A; A0]`` and ``[B, -B0]``. Of each
-    adapted tensor two rows are compared. PEFT rounds ``W`` without the start once, and each factor once, to the weights'
-    dtype; a merged adapter that changed any number of those rows by more than that is seen.
+    adapted tensor two rows are compared. PEFT rounds ``W`` without the start, and each factor, to their dtype; a
+    merged adapter that changed any number of those rows by more than that is seen.
     """
     changes: dict[str, Changes] = {}
     Adapter(folder).collect(there, changes)
