@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -85,8 +86,17 @@ def apply_to_module(module: nn.Module, config: UnslothConfig) -> tuple[Applied, 
 
 
 def report_of(applied: tuple[Applied, ...]) -> str:
-    """The reports of all models, as one text."""
-    return "\n".join(each.report() for each in applied)
+    """The reports of all models, as one text. Models to which the same was done share a table."""
+    titles: dict[str, Counter[str]] = {}
+    for each in applied:
+        title, rows = each.report().split("\n", 1)
+        titles.setdefault(rows, Counter())[title] += 1
+    lines = [
+        line
+        for rows, counts in titles.items()
+        for line in (*(title if n == 1 else f"{title}, {n} times" for title, n in counts.items()), rows)
+    ]
+    return "\n".join(lines)
 
 
 def check_precision(plugin: Any) -> None:

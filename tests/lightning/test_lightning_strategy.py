@@ -20,6 +20,7 @@ import unsloth_plugins.lightning
 from unsloth_plugins.core import UnslothConfig, applied_to
 from unsloth_plugins.core.errors import ConfigError, ConflictError, ExportError, ModelError, UnsupportedError
 from unsloth_plugins.core.export import merge
+from unsloth_plugins.lightning.models import apply_to_module, report_of
 
 pl = root_of("lightning.pytorch")
 README = Path(unsloth_plugins.lightning.__file__).with_name("README.md")
@@ -322,6 +323,29 @@ def test_report_at_the_start_and_quiet(tmp_path: Path, caplog: pytest.LogCapture
         assert len(lines) == reports
         ends = [r for r in caplog.records if "144 tokens in" in r.getMessage() and "tokens/s" in r.getMessage()]
         assert len(ends) == reports
+
+
+@pytest.mark.parametrize("way", ["strategy", "callback"])
+def test_models_to_which_the_same_was_done_share_a_table(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each attribute of a plain torch module counts as a model."""
+    layers = {f"layer{number}": torch.nn.Linear(16, 16) for number in range(12)}
+    module = plain_module(body=torch.nn.Embedding(160, 16), **layers)
+    ours = {"strategy": "unsloth"} if way == "strategy" else {"callbacks": [classes(pl).UnslothCallback()]}
+    with caplog.at_level(logging.INFO):
+        trainer_of(pl, tmp_path, **ours).fit(module, batches())
+    reports = [r.getMessage() for r in caplog.records if "rank_zero" in r.name]
+    (report,) = [each for each in reports if "unsloth-plugins on" in each]
+    embedding, linear, *rows = report.splitlines()
+    assert "on Embedding" in embedding and "on Linear" in linear and linear.endswith("12 times")
+    assert len(rows) == len({row.split()[0] for row in rows}) > 0 and all("left alone" in row for row in rows)
+
+    pair = plain_module(**torch_parts())
+    pair.add_module("model", tiny_llama())
+    pair.add_module("other", lora(tiny_llama()))
+    texts = [each.report() for each in apply_to_module(pair, UnslothConfig())]
+    assert report_of(apply_to_module(pair, UnslothConfig())) == "\n".join(texts)  # not alike: the adapter has a row
 
 
 def test_a_shuffling_sampler_stays_with_one_process(tmp_path: Path) -> None:
