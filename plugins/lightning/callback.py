@@ -17,6 +17,7 @@ from unsloth_plugins.lightning.models import (
     check_precision,
     report_of,
 )
+from unsloth_plugins.lightning.options import with_options_in_signature
 
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
@@ -69,6 +70,7 @@ class MetricsMixin:
 class CallbackMixin(MetricsMixin):
     """Everything that ``UnslothCallback`` does."""
 
+    @with_options_in_signature
     def __init__(self, config: UnslothConfig | None = None, *, quiet: bool = False, **options: Any) -> None:
         super().__init__()
         self.config, self.quiet = UnslothConfig.from_options(config, **options), quiet

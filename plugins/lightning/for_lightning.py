@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from unsloth_plugins.lightning.callback import CallbackMixin, MetricsMixin
+from unsloth_plugins.lightning.options import with_options_in_signature
 from unsloth_plugins.lightning.strategy import ShardingMixin, StrategyMixin
 
 __all__ = ["UnslothCallback", "UnslothDDPStrategy", "UnslothFSDPStrategy", "UnslothStrategy"]
@@ -53,6 +54,7 @@ class UnslothStrategy(StrategyMixin, DDPStrategy):
         UnsupportedError: a precision that would give wrong results, or a ``start_method`` other than ``popen``.
     """
 
+    __init__ = with_options_in_signature(StrategyMixin.__init__, DDPStrategy)
     ddp_class = DDPStrategy
     metrics_class = UnslothMetrics
     _info = staticmethod(rank_zero_info)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_type_hints
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,8 +22,7 @@ def split(config: UnslothConfig | None, options: dict[str, Any], ddp: type) -> t
         ConfigError: an option belongs to none of them; the message names the nearest one.
     """
     ours = {field.name for field in dataclasses.fields(UnslothConfig)}
-    theirs = {*inspect.signature(ddp).parameters, *inspect.signature(DistributedDataParallel).parameters}
-    theirs -= {"kwargs", "module", "device_ids"}
+    theirs = {*_passed_on(ddp), *_passed_on(DistributedDataParallel)}
     for name in options:
         if name not in ours | theirs:
             near = get_close_matches(name, sorted(ours | theirs | {"quiet"}), n=1)
@@ -54,15 +54,31 @@ def check_start_method(options: Mapping[str, Any]) -> None:
         )
 
 
-def with_options_in_signature(init: Callable[..., None]) -> Callable[..., None]:
-    """Spell the options out in the signature of an ``__init__``, for editors, ``help`` and LightningCLI."""
-    hints = inspect.get_annotations(UnslothConfig, eval_str=True)
+def with_options_in_signature(init: Callable[..., None], ddp: type | None = None) -> Callable[..., None]:
+    """``init`` with the options spelt out in its signature, for editors, ``help`` and LightningCLI.
+
+    ``config`` is not among them: LightningCLI passes every default of the signature, which would overrule it.
+
+    Args:
+        init: takes ``self``, ``config``, ``quiet`` and ``**options``.
+        ddp: Lightning's ``DDPStrategy``, if its options and those of torch's wrapper go through.
+    """
     own = inspect.signature(init).parameters
-    fields = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in dataclasses.fields(UnslothConfig)
-    ]
-    config = own["config"].replace(annotation=UnslothConfig | None)
-    quiet = own["quiet"].replace(annotation=bool)
-    init.__signature__ = inspect.Signature([own["self"], config, quiet, *fields, own["options"]])  # type: ignore[attr-defined]
-    return init
+    shown = {"quiet": own["quiet"].replace(annotation=bool)}
+    for kind in (UnslothConfig, *((ddp, DistributedDataParallel) if ddp is not None else ())):
+        hints = get_type_hints(kind.__init__)
+        for name, each in _passed_on(kind).items():
+            annotation = hints.get(name, each.annotation)
+            shown.setdefault(name, each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation))
+
+    @functools.wraps(init)
+    def spelt(*args: Any, **kwargs: Any) -> None:
+        init(*args, **kwargs)
+
+    spelt.__signature__ = inspect.Signature([own["self"], *shown.values(), own["options"]])  # type: ignore[attr-defined]
+    return spelt
+
+
+def _passed_on(kind: type) -> dict[str, inspect.Parameter]:
+    """The options of a class by name, without those that nobody but Lightning gives."""
+    return {k: v for k, v in inspect.signature(kind).parameters.items() if k not in ("kwargs", "module", "device_ids")}

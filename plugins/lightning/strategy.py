@@ -22,7 +22,7 @@ from unsloth_plugins.lightning.models import (
     models_of,
     report_of,
 )
-from unsloth_plugins.lightning.options import check_start_method, split, with_options_in_signature
+from unsloth_plugins.lightning.options import check_start_method, split
 from unsloth_plugins.lightning.sharding import shard, sharded_state, whole
 
 _NOT_BROADCAST = "_ddp_params_and_buffers_to_ignore"  # torch's name
@@ -42,7 +42,6 @@ class StrategyMixin(_Base):
     metrics_class: type[MetricsMixin]
     _info: Callable[[str], None]
 
-    @with_options_in_signature
     def __init__(self, config: UnslothConfig | None = None, *, quiet: bool = False, **options: Any) -> None:
         self.config, others = split(config, options, self.ddp_class)
         check_start_method(others)

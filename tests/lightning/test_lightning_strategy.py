@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import re
 from collections.abc import Iterator
@@ -396,18 +397,42 @@ def test_case_15_accumulation_weighs_tokens_not_batches(tmp_path: Path) -> None:
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=1e-6)
 
 
-def test_lightning_cli_takes_the_class_path(tmp_path: Path) -> None:
+def by_cli(pl: Any, folder: Path, trainer: str) -> Any:
+    """The Trainer that LightningCLI makes."""
     pytest.importorskip("jsonargparse", reason="jsonargparse, which LightningCLI needs, is not installed")
-    from lightning.pytorch.cli import LightningCLI
+    (folder / "config.yaml").write_text(f"trainer: {{accelerator: cpu, logger: false, {trainer}}}")
+    cli = importlib.import_module(f"{pl.__name__}.cli").LightningCLI
+    return cli(type(module_of(pl, tiny_llama)), run=False, args=["--config", str(folder / "config.yaml")]).trainer
 
-    (tmp_path / "config.yaml").write_text(
-        "trainer:\n  accelerator: cpu\n  logger: false\n  strategy:\n"
-        "    class_path: unsloth_plugins.lightning.UnslothStrategy\n"
-        "    init_args: {loss_chunk_mib: 64, attention: null, quiet: true}\n"
-    )
-    cli = LightningCLI(type(module_of(pl, tiny_llama)), run=False, args=["--config", str(tmp_path / "config.yaml")])
-    assert cli.trainer.strategy.config == UnslothConfig(loss_chunk_mib=64, attention=None)
-    assert cli.trainer.strategy.quiet
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_lightning_cli_takes_our_options_and_those_of_ddp(root: str, tmp_path: Path) -> None:
+    pl = root_of(root)
+    module = classes(pl).__name__
+    options = "init_args: {loss_chunk_mib: 64, attention: null, quiet: true"
+    further = "find_unused_parameters: true, process_group_backend: gloo, timeout: '0:05:00'}"
+    for name in ("UnslothStrategy", "UnslothFSDPStrategy"):
+        strategy = f"strategy: {{class_path: {module}.{name}, {options}, {further}}}"
+        ours = by_cli(pl, tmp_path, strategy).strategy
+        assert type(ours) is getattr(classes(pl), name) and ours.quiet
+        assert ours.config == UnslothConfig(loss_chunk_mib=64, attention=None)
+        assert ours.process_group_backend == "gloo" and ours._timeout.seconds == 300
+        stock = f"strategy: {{class_path: {root}.strategies.DDPStrategy, init_args: {{find_unused_parameters: true}}}}"
+        assert ours._ddp_kwargs == by_cli(pl, tmp_path, stock).strategy._ddp_kwargs
+        assert ours._ddp_kwargs["find_unused_parameters"] is True
+    callback = f"callbacks: [{{class_path: {module}.UnslothCallback, {options}}}}}]"
+    ours = [each for each in by_cli(pl, tmp_path, callback).callbacks if isinstance(each, classes(pl).UnslothCallback)]
+    assert [(each.config, each.quiet) for each in ours] == [(UnslothConfig(loss_chunk_mib=64, attention=None), True)]
+
+
+@pytest.mark.parametrize("name", ["UnslothStrategy", "UnslothCallback"])
+def test_lightning_cli_takes_no_config_that_its_defaults_would_overrule(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = f"{{class_path: unsloth_plugins.lightning.{name}, init_args: {{config: {{loss_chunk_mib: 64}}}}}}"
+    with pytest.raises(SystemExit):
+        by_cli(pl, tmp_path, f"strategy: {ours}" if name == "UnslothStrategy" else f"callbacks: [{ours}]")
+    assert "config" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("root", ROOTS)
