@@ -6,13 +6,14 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.adapter import Adapter, Changes, biases_in, second_half
@@ -28,6 +29,21 @@ from unsloth_plugins.core.patches import PatchSet
 _log = logging.getLogger(__name__)
 _SAVING = "_unsloth_saving"
 _NOISE = 1e-5  # of a product in float32, relative to the largest number of a row
+
+
+@contextlib.contextmanager
+def merge_bar(*, quiet: bool = False) -> Iterator[Progress | None]:
+    """What trainers give ``merge_model`` as ``progress``: a bar on standard error, once it takes over five seconds."""
+    if quiet:
+        yield None
+        return
+    with tqdm(desc="Merging", unit="B", unit_scale=True, delay=5, leave=False) as bar:
+
+        def update(done: int, total: int, name: str) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield update
 
 
 def merge_model(

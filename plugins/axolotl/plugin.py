@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from unsloth_plugins.axolotl.args import config_of, uses_plugin
 from unsloth_plugins.axolotl.conflicts import check_config, check_packed
 from unsloth_plugins.core import applied_to, apply
-from unsloth_plugins.core.export import check_model, merge_model
+from unsloth_plugins.core.export import check_model, merge_bar, merge_model
 from unsloth_plugins.core.mxfp4 import packed_config
 from unsloth_plugins.trainer_metrics import TrainerMetrics, explain_out_of_memory, report_first
 
@@ -84,7 +84,9 @@ class UnslothPlugin(BasePlugin):
         if not output or not is_main_process() or Path(output).exists():
             return
         tokenizer = AutoTokenizer.from_pretrained(cfg.output_dir)
-        report = merge_model(model, output, dtype=cfg.unsloth.get("merged_dtype") or "bf16", tokenizer=tokenizer)
+        dtype = cfg.unsloth.get("merged_dtype") or "bf16"
+        with merge_bar(quiet=bool(cfg.unsloth.get("quiet"))) as progress:
+            report = merge_model(model, output, dtype=dtype, tokenizer=tokenizer, progress=progress)
         LOG.info("Merged model in %s", report.output)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:

@@ -11,7 +11,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from unsloth_plugins.core import UnslothConfig, applied_to, apply, check_optimizers, lacks_adapters
 from unsloth_plugins.core.errors import ConfigError, ConflictError
-from unsloth_plugins.core.export import MergeReport, check_dtype, check_model, check_whole, merge_model
+from unsloth_plugins.core.export import MergeReport, check_dtype, check_model, check_whole, merge_bar, merge_model
 from unsloth_plugins.hf_trainer.conflicts import check_arguments
 from unsloth_plugins.trainer_metrics import TrainerMetrics
 
@@ -126,9 +126,9 @@ class UnslothCallback(TrainerMetrics):
         check_whole(self._trained["model"])  # on every process: one that raised alone would leave the others waiting
         if not self._trained["state"].is_world_process_zero:
             return None
-        report = merge_model(
-            self._trained["model"], output, dtype=dtype, **({"tokenizer": self._trained["tokenizer"]} | options)
-        )
+        with merge_bar(quiet=self.quiet) as progress:
+            given = {"tokenizer": self._trained["tokenizer"], "progress": progress} | options
+            report = merge_model(self._trained["model"], output, dtype=dtype, **given)
         _log.info("Merged model in %s", report.output)
         return report
 

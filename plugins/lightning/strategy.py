@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from unsloth_plugins.core import Applied, UnslothConfig, check_optimizers
 from unsloth_plugins.core.errors import ConfigError, ConflictError, ModelError, UnsupportedError
-from unsloth_plugins.core.export import MergeReport, check_whole, merge_model
+from unsloth_plugins.core.export import MergeReport, check_whole, merge_bar, merge_model
 from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import add_missing_adapters
 from unsloth_plugins.lightning.callback import MetricsMixin, expect_memory
@@ -135,7 +135,10 @@ class StrategyMixin(_Base):
         if self.lightning_module is None:
             raise ConfigError(expected="a trained module", got="none", remedy="Call trainer.fit first.")
         check_whole(self.lightning_module)  # on every process: one that raised alone would leave the others waiting
-        return merge_model(self.lightning_module, output, dtype=dtype, **options) if self.is_global_zero else None
+        if not self.is_global_zero:
+            return None
+        with merge_bar(quiet=self.quiet) as progress:
+            return merge_model(self.lightning_module, output, dtype=dtype, **({"progress": progress} | options))
 
     # --- checkpoints
 

@@ -11,10 +11,11 @@ from conftest import tiny_gpt_oss, tiny_llama
 from merge_cases import logits, reload, routing_gaps, save_packed, small_tokenizer, tensors
 from peft import LoraConfig, get_peft_model
 from test_callback import Rows, arguments, lora
+from tqdm import tqdm
 from transformers import Trainer
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
-from unsloth_plugins.core.export import merge
+from unsloth_plugins.core.export import live, merge
 from unsloth_plugins.core.mxfp4 import load_mxfp4
 from unsloth_plugins.hf_trainer import UnslothCallback
 
@@ -42,6 +43,21 @@ def test_the_end_of_training_writes_the_merged_model_with_tokenizer_and_licence(
     # Three small steps change less than 4 bits can tell apart, and that is said.
     assert all((error.error_over_change or 0) > 1 for error in report.requantised.values())
     assert any("In 8 of 8 tensors rounding to 4 bits is larger" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_merge_at_the_end_shows_its_progress(quiet: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[Any] = []
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            bars.append(self)
+
+    monkeypatch.setattr(live, "tqdm", Bar)
+    callback = UnslothCallback(save_merged=tmp_path / "out", quiet=quiet)
+    trainer_of(lora(tiny_llama()), tmp_path, callback).train()
+    assert [bar.n == bar.total > 0 for bar in bars] == ([] if quiet else [True])
 
 
 def test_what_was_trained_is_in_the_merged_model_of_16_and_of_4_bits(tmp_path: Path) -> None:
