@@ -156,6 +156,11 @@ def why_not_fa4(call: Call) -> str | None:
         return f"flash-attn-4 {found or 'not installed'}, {FA4_LEAST} or newer needed"
     if call.device.type != "cuda" or torch.cuda.get_device_capability(call.device)[0] not in (9, 10, 11):
         return f"a device that it has no sink gradient for: {call.device}"
+    return _why_not_foreign(call)
+
+
+def _why_not_foreign(call: Call) -> str | None:
+    """What neither flash-attn-4 nor cuDNN can serve, or was not tested with."""
     if call.dtype not in (torch.float16, torch.bfloat16):
         return str(call.dtype)
     if call.head_size > 128 or call.head_size % 8:
@@ -164,13 +169,9 @@ def why_not_fa4(call: Call) -> str | None:
         return f"{call.queries} queries for {call.keys} keys"
     if call.softcap:
         return "a softcap of the logits, or a scale that is not positive"
-    return _too_large(call) or ("a key mask with zeros" if call.padded else None)
-
-
-def _too_large(call: Call) -> str | None:
-    if call.elements is None or call.elements < FOREIGN_ELEMENTS:
-        return None
-    return f"{call.elements:,} elements of q, and it is not tested from 2^31 on"
+    if call.elements is not None and call.elements >= FOREIGN_ELEMENTS:
+        return f"{call.elements:,} elements of q, and it is not tested from 2^31 on"
+    return "a key mask with zeros" if call.padded else None
 
 
 @cache
@@ -191,27 +192,19 @@ def _why_no_cudnn(device: torch.device) -> str | None:
 
 def why_not_cudnn(call: Call) -> str | None:
     """Why cuDNN can't serve, or ``None``: full attention in fp16 or bf16 of whole rows, as many queries as keys."""
-    missing = _why_no_cudnn(call.device)
-    if missing is not None:
-        return missing
-    if call.dtype not in (torch.float16, torch.bfloat16):
-        return str(call.dtype)
-    if call.head_size > 128 or call.head_size % 8:
-        return f"head size {call.head_size}: a multiple of 8 up to 128 needed"
-    if call.queries is not None and call.queries != call.keys:
-        return f"{call.queries} queries for {call.keys} keys"
+    reason = _why_no_cudnn(call.device) or _why_not_foreign(call)
+    if reason is not None:
+        return reason
     for given, what in (
         (call.queries == 1, "a single token"),
         (call.window is not None and (call.keys is None or call.window < call.keys), "a window"),
-        (call.softcap, "a softcap of the logits, or a scale that is not positive"),
-        (call.padded, "a key mask with zeros"),
         (call.packed, "packed documents"),
         (call.lse, "return_lse=True"),
         (call.deterministic, "deterministic=True, and its sums are in no fixed order"),
     ):
         if given:
             return what
-    return _too_large(call)
+    return None
 
 
 def faster(call: Call) -> tuple[Measured, ...]:

@@ -54,6 +54,23 @@ def check_start_method(options: Mapping[str, Any]) -> None:
         )
 
 
+def check_no_wrapper(options: Mapping[str, Any]) -> None:
+    """Under FSDP2 there is no DDP wrapper that could heed its options; LightningCLI passes the defaults of all.
+
+    Raises:
+        UnsupportedError: naming one with another value than its default.
+    """
+    defaults = {name: each.default for name, each in _passed_on(DistributedDataParallel).items()}
+    defaults |= dict.fromkeys(("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"))
+    for name, default in defaults.items():
+        if options.get(name, default) != default:
+            raise UnsupportedError(
+                expected="no options of DistributedDataParallel under strategy='unsloth_fsdp', which lacks it",
+                got=f"{name}={options[name]!r}",
+                remedy="Remove it, or use strategy='unsloth_ddp'.",
+            )
+
+
 def with_options_in_signature(init: Callable[..., None], ddp: type | None = None) -> Callable[..., None]:
     """``init`` with the options spelt out in its signature, for editors, ``help`` and LightningCLI.
 

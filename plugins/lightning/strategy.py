@@ -22,7 +22,7 @@ from unsloth_plugins.lightning.models import (
     models_of,
     report_of,
 )
-from unsloth_plugins.lightning.options import check_start_method, split
+from unsloth_plugins.lightning.options import check_no_wrapper, check_start_method, split
 from unsloth_plugins.lightning.sharding import shard, sharded_state, whole
 
 _NOT_BROADCAST = "_ddp_params_and_buffers_to_ignore"  # torch's name
@@ -38,6 +38,7 @@ class StrategyMixin(_Base):
     """
 
     alone_without_ddp = True
+    has_wrapper = True
     ddp_class: type
     metrics_class: type[MetricsMixin]
     _info: Callable[[str], None]
@@ -45,6 +46,8 @@ class StrategyMixin(_Base):
     def __init__(self, config: UnslothConfig | None = None, *, quiet: bool = False, **options: Any) -> None:
         self.config, others = split(config, options, self.ddp_class)
         check_start_method(others)
+        if not self.has_wrapper:
+            check_no_wrapper(others)
         super().__init__(**others)
         self.quiet = quiet
         self.applied: tuple[Applied, ...] = ()
@@ -195,6 +198,7 @@ class ShardingMixin(StrategyMixin):
     """
 
     alone_without_ddp = False
+    has_wrapper = False
 
     def _configure_launcher(self) -> None:
         check_sharded_precision(self.precision_plugin)

@@ -175,6 +175,16 @@ def test_processes_made_by_multiprocessing_are_refused(root: str, name: str) -> 
     assert kind(start_method="popen")._start_method == "popen"
 
 
+@pytest.mark.parametrize("root", ROOTS)
+def test_options_of_a_wrapper_that_is_not_there_are_refused(root: str) -> None:
+    kinds = classes(root_of(root))
+    for options in ({"find_unused_parameters": True}, {"bucket_cap_mb": 5}, {"model_averaging_period": 2}):
+        kinds.UnslothDDPStrategy(**options)
+        with pytest.raises(UnsupportedError, match=f"no options of DistributedDataParallel.*{next(iter(options))}="):
+            kinds.UnslothFSDPStrategy(**options)
+    kinds.UnslothFSDPStrategy(find_unused_parameters=False, process_group_backend="gloo")  # as LightningCLI gives them
+
+
 def test_gradient_checkpointing_follows_the_model_or_the_option(tmp_path: Path) -> None:
     def checkpointed() -> Any:
         model = lora(tiny_gpt_oss())
@@ -410,16 +420,18 @@ def test_lightning_cli_takes_our_options_and_those_of_ddp(root: str, tmp_path: P
     pl = root_of(root)
     module = classes(pl).__name__
     options = "init_args: {loss_chunk_mib: 64, attention: null, quiet: true"
-    further = "find_unused_parameters: true, process_group_backend: gloo, timeout: '0:05:00'}"
-    for name in ("UnslothStrategy", "UnslothFSDPStrategy"):
+    for name, unused in (("UnslothStrategy", "true"), ("UnslothFSDPStrategy", "false")):  # which has no wrapper
+        further = f"find_unused_parameters: {unused}, process_group_backend: gloo, timeout: '0:05:00'}}"
         strategy = f"strategy: {{class_path: {module}.{name}, {options}, {further}}}"
         ours = by_cli(pl, tmp_path, strategy).strategy
         assert type(ours) is getattr(classes(pl), name) and ours.quiet
         assert ours.config == UnslothConfig(loss_chunk_mib=64, attention=None)
         assert ours.process_group_backend == "gloo" and ours._timeout.seconds == 300
-        stock = f"strategy: {{class_path: {root}.strategies.DDPStrategy, init_args: {{find_unused_parameters: true}}}}"
+        stock = (
+            f"strategy: {{class_path: {root}.strategies.DDPStrategy, init_args: {{find_unused_parameters: {unused}}}}}"
+        )
         assert ours._ddp_kwargs == by_cli(pl, tmp_path, stock).strategy._ddp_kwargs
-        assert ours._ddp_kwargs["find_unused_parameters"] is True
+        assert ours._ddp_kwargs["find_unused_parameters"] is (unused == "true")
     callback = f"callbacks: [{{class_path: {module}.UnslothCallback, {options}}}}}]"
     ours = [each for each in by_cli(pl, tmp_path, callback).callbacks if isinstance(each, classes(pl).UnslothCallback)]
     assert [(each.config, each.quiet) for each in ours] == [(UnslothConfig(loss_chunk_mib=64, attention=None), True)]
