@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from unsloth_plugins.core.errors import ConfigError
@@ -59,12 +60,29 @@ def rows_of(model_or_config: Any) -> int:
     if hasattr(model_or_config, "get_input_embeddings"):
         return int(model_or_config.get_input_embeddings().weight.shape[0])
     config = getattr(model_or_config, "text_config", None) or model_or_config
-    if isinstance(getattr(config, "vocab_size", None), int):
+    if isinstance(getattr(config, "vocab_size", None), int) and not hasattr(config, "get_vocab"):
         return int(config.vocab_size)
     raise ConfigError(
         expected="a model, its config, or the number of rows of its embedding",
         got=type(model_or_config).__name__,
         remedy="Pass what from_pretrained returned.",
+    )
+
+
+def text_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer itself; of a processor, its tokenizer.
+
+    Raises:
+        ConfigError: neither.
+    """
+    for found in (tokenizer, getattr(tokenizer, "tokenizer", None)):
+        if hasattr(found, "get_vocab") and hasattr(found, "added_tokens_decoder"):
+            return found
+    is_model = hasattr(tokenizer, "get_input_embeddings")
+    raise ConfigError(
+        expected="a tokenizer of transformers, or a processor that has one",
+        got=type(tokenizer).__name__,
+        remedy="The model comes first, then its tokenizer." if is_model else "Pass what from_pretrained returned.",
     )
 
 
@@ -146,13 +164,18 @@ def check_tokenizer(model_or_config: Any, tokenizer: Any, slow: Any | None = Non
 
     Args:
         model_or_config: the model, its config, or the number of rows of its embedding.
-        tokenizer: of transformers.
+        tokenizer: of transformers; of a processor, its tokenizer is meant.
         slow: the one that it was made from, where there is one: both must read the probe texts alike.
 
     Returns:
         Findings, the most harmful kinds first. Empty when all is well.
+
+    Raises:
+        ConfigError: no tokenizer, or nothing that tells the number of rows.
     """
+    tokenizer = text_tokenizer(tokenizer)
     rows = rows_of(model_or_config)
+    slow = None if slow is None else text_tokenizer(slow)
     findings = [*_outside(rows, tokenizer), *_end(model_or_config, tokenizer), *_pad(tokenizer)]
     findings += [*_bos(model_or_config, tokenizer), *_splitting(tokenizer), *_template(tokenizer)]
     findings += _pair(slow, tokenizer) if slow is not None else []
@@ -272,19 +295,34 @@ def _template(tokenizer: Any) -> list[Finding]:
     return [Finding("generation-markers-missing", message, "add them; the rendered text stays equal")]
 
 
-def untrained_ids(model_or_config: Any, tokenizer: Any) -> list[int]:
-    """Ids of added tokens whose embedding is zero."""
+def weights_by_token(model_or_config: Any) -> dict[str, Any]:
+    """The model's embedding, and its head where that is a matrix of its own; nothing without a model."""
     if not hasattr(model_or_config, "get_input_embeddings"):
+        return {}
+    found = {"embedding": model_or_config.get_input_embeddings().weight}
+    head = getattr(model_or_config, "get_output_embeddings", lambda: None)()
+    weight = getattr(head, "weight", None)
+    if weight is not None and weight is not found["embedding"]:
+        found["head"] = weight
+    return found
+
+
+def untrained_ids(model_or_config: Any, tokenizer: Any, part: str = "embedding") -> list[int]:
+    """Ids of added tokens whose row in the embedding, or in the head, is zero."""
+    weight = weights_by_token(model_or_config).get(part)
+    if weight is None:
         return []
-    weight = model_or_config.get_input_embeddings().weight
-    added = [number for number in tokenizer.added_tokens_decoder if number < len(weight)]
-    skipped = getattr(model_or_config.get_input_embeddings(), "padding_idx", None)
-    return [number for number in added if number not in (skipped, tokenizer.pad_token_id) and not weight[number].any()]
+    padding = getattr(model_or_config.get_input_embeddings(), "padding_idx", None)
+    skipped = (padding, tokenizer.pad_token_id)
+    added = [number for number in tokenizer.added_tokens_decoder if number < len(weight) and number not in skipped]
+    is_zero = ~weight[added].any(dim=1)
+    return torch.tensor(added)[is_zero.cpu()].tolist()
 
 
 def _untrained(model_or_config: Any, tokenizer: Any) -> list[Finding]:
-    ids = untrained_ids(model_or_config, tokenizer)
-    if not ids:
-        return []
-    message = f"the embedding of {len(ids)} added tokens is zero: {ids[:5]}"
-    return [Finding("zero-embedding", message, "start them at the mean of the others")]
+    found = []
+    for part in weights_by_token(model_or_config):
+        if ids := untrained_ids(model_or_config, tokenizer, part):
+            message = f"the {part} of {len(ids)} added tokens is zero: {ids[:5]}"
+            found.append(Finding(f"zero-{part}", message, "start them at the mean of the others"))
+    return found

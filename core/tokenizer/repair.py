@@ -14,7 +14,7 @@ import torch
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from unsloth_plugins.core.errors import ConfigError
+from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 from unsloth_plugins.core.tokenizer.checks import (
     Finding,
     check_tokenizer,
@@ -22,7 +22,9 @@ from unsloth_plugins.core.tokenizer.checks import (
     marked_template,
     render,
     rows_of,
+    text_tokenizer,
     untrained_ids,
+    weights_by_token,
     why_not_rendered,
 )
 from unsloth_plugins.core.tokenizer.pairs import choose_tokenizer, set_added_tokens
@@ -64,7 +66,7 @@ def repair_tokenizer(
     Args:
         model_or_config: as for ``check_tokenizer``. Its end and padding ids follow the tokenizer's. Only a model can
             have its embedding grown.
-        tokenizer: of transformers.
+        tokenizer: as for ``check_tokenizer``. A processor's own chat template follows, where it was its tokenizer's.
         slow: as for ``check_tokenizer``; it is left as it is.
         chat_template: "chatml", "harmony" (both with generation markers) or a template's text, for a tokenizer
             that has none or a broken one.
@@ -76,13 +78,33 @@ def repair_tokenizer(
         The report; every change is logged as a warning too.
 
     Raises:
-        ConfigError: the vocabulary lacks the tokens of the chat template that was asked for, or it renders no chat.
+        ConfigError: the vocabulary lacks the tokens of the chat template that was asked for, or it renders no chat; or
+            see ``check_tokenizer``.
+        UnsupportedError: the embedding would have to grow, and PEFT has adapters on it or on the head. Nothing is
+            changed then.
     """
-    model = model_or_config
-    report = RepairReport(dry_run)
-    if dry_run:
-        tokenizer = copy.deepcopy(tokenizer)
-        model = _Copied(model_or_config)
+    processor, tokenizer = tokenizer, text_tokenizer(tokenizer)
+    if chat_template is not None and not isinstance(chat_template, str):
+        raise ConfigError(
+            expected="chat_template to be a text",
+            got=type(chat_template).__name__,
+            remedy="Give a template, or its name.",
+        )
+    before = tokenizer.chat_template
+    if dry_run or _adapted(model_or_config):  # the latter so that growth is refused before the first change
+        report = _repair(_Copied(model_or_config), copy.deepcopy(tokenizer), slow, chat_template, add_tokens)
+    if not dry_run:
+        report = _repair(model_or_config, tokenizer, slow, chat_template, add_tokens)
+        if processor is not tokenizer and getattr(processor, "chat_template", None) == before:
+            processor.chat_template = tokenizer.chat_template
+    report.dry_run = dry_run
+    for entry in report.done:
+        _log.warning("%s%s", "Would repair " if dry_run else "Repaired ", entry)
+    return report
+
+
+def _repair(model: Any, tokenizer: Any, slow: Any | None, chat_template: str | None, add_tokens: bool) -> RepairReport:
+    report = RepairReport(dry_run=False)
     if slow is not None and (change := _as_slow(slow, tokenizer)):
         report.done.append(f"slow-fast-differ: {change}")  # first: later repairs make tokens that the slow one lacks
     tried: set[tuple[str, str]] = set()
@@ -94,31 +116,38 @@ def repair_tokenizer(
             report.done.append(f"{finding.code}: {change}")
             repaired.add(_key(finding))
     report.left = [each for each in check_tokenizer(model, tokenizer, slow) if _key(each) not in repaired]
-    for entry in report.done:
-        _log.warning("%s%s", "Would repair " if dry_run else "Repaired ", entry)
     return report
 
 
 class _Copied:
-    """Stands for a model in a dry run: copies of its configs, and one number for each row of its embedding."""
+    """Stands for a model in a dry run: copies of its configs, and one number for each row of embedding and head."""
 
     def __init__(self, model: Any) -> None:
+        self._model = model
         self.config = copy.deepcopy(getattr(model, "config", model))
         self.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
-        inside = getattr(model, "get_input_embeddings", None)
-        if inside:
-            self._weight = inside().weight.any(dim=1, keepdim=True).float().cpu()
-            self._padding = getattr(inside(), "padding_idx", None)
+        self._rows = {
+            part: weight.any(dim=1, keepdim=True).float().cpu() for part, weight in weights_by_token(model).items()
+        }
+        self._padding = None
+        if self._rows:
+            self._padding = getattr(model.get_input_embeddings(), "padding_idx", None)
             self.resize_token_embeddings = self._resize
         else:
-            self._weight, self._padding = torch.ones(rows_of(model), 1), None
+            self._rows["embedding"] = torch.ones(rows_of(model), 1)
 
     def get_input_embeddings(self) -> Any:
         """Looks like an embedding of width 1 that is zero where the model's is."""
-        return SimpleNamespace(weight=self._weight, padding_idx=self._padding)
+        return SimpleNamespace(weight=self._rows["embedding"], padding_idx=self._padding)
+
+    def get_output_embeddings(self) -> Any:
+        """The same for a head that is a matrix of its own."""
+        return SimpleNamespace(weight=self._rows["head"]) if "head" in self._rows else None
 
     def _resize(self, rows: int) -> None:
-        self._weight = torch.cat((self._weight, torch.ones(rows - len(self._weight), 1)))
+        _check_growth(self._model, rows)
+        for part, old in self._rows.items():
+            self._rows[part] = torch.cat((old, torch.ones(max(rows - len(old), 0), 1)))
 
 
 def _key(finding: Finding) -> tuple[str, str]:
@@ -168,8 +197,8 @@ def _change(finding: Finding, model: Any, tokenizer: Any, template: str | None, 
         return _new_template(tokenizer, template, add_tokens) if template else None
     if finding.code == "generation-markers-missing":
         return _markers(tokenizer)
-    if finding.code == "zero-embedding":
-        return _mean_rows(model, tokenizer)
+    if finding.code in ("zero-embedding", "zero-head"):
+        return _mean_rows(model, tokenizer, finding.code.removeprefix("zero-"))
     return None
 
 
@@ -288,13 +317,31 @@ def _markers(tokenizer: Any) -> str | None:
     return f"generation markers added; of the probe chat they cover {answer!r}"
 
 
-def _mean_rows(model: Any, tokenizer: Any) -> str:
-    ids = untrained_ids(model, tokenizer)
-    weight = model.get_input_embeddings().weight
+def _mean_rows(model: Any, tokenizer: Any, part: str) -> str:
+    ids = untrained_ids(model, tokenizer, part)
+    weight = weights_by_token(model)[part]
     with torch.no_grad():
         used = weight.any(dim=1)
         weight[ids] = weight[used].float().mean(0).to(weight.dtype)
-    return f"the embedding of ids {ids} starts at the mean of the others"
+    return f"the {part} of ids {ids} starts at the mean of the others"
+
+
+def _adapted(model: Any) -> str | None:
+    """PEFT's wrapper around embedding or head, by name, if there is one: then they can't be resized."""
+    for part, name in (("embedding", "get_input_embeddings"), ("head", "get_output_embeddings")):
+        module = getattr(model, name, lambda: None)()
+        if hasattr(module, "base_layer") or hasattr(module, "original_module"):
+            return f"{type(module).__name__} of PEFT around the {part}"
+    return None
+
+
+def _check_growth(model: Any, rows: int) -> None:
+    if found := _adapted(model):
+        raise UnsupportedError(
+            expected=f"an embedding and a head without adapters on them, to grow to {rows} rows",
+            got=found,
+            remedy="Repair or resize before get_peft_model, with the model that it is given.",
+        )
 
 
 def resize_embeddings(model: Any, tokenizer: Any) -> str | None:
@@ -302,13 +349,19 @@ def resize_embeddings(model: Any, tokenizer: Any) -> str | None:
 
     Args:
         model: a transformers model.
-        tokenizer: with the new tokens in it.
+        tokenizer: with the new tokens in it; of a processor, its tokenizer is meant.
 
     Returns:
         What was done, or ``None`` where the matrices are large enough.
+
+    Raises:
+        ConfigError: see ``check_tokenizer``.
+        UnsupportedError: the matrices would have to grow, and PEFT has adapters on one of them.
     """
-    rows, needed = rows_of(model), max(tokenizer.get_vocab().values()) + 1
+    needed = max(text_tokenizer(tokenizer).get_vocab().values()) + 1
+    rows = rows_of(model)
     if rows >= needed:
         return None
+    _check_growth(model, needed)
     model.resize_token_embeddings(needed)
     return f"embedding and head grew from {rows} to {needed} rows"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 from conftest import tiny_llama
 from jinja2 import TemplateError
 from merge_cases import small_tokenizer
+from peft import LoraConfig, get_peft_model
 from tokenizers import processors
 from transformers import AddedToken, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-from unsloth_plugins.core.errors import ConfigError
+from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 from unsloth_plugins.core.tokenizer import assistant_labels, check_tokenizer, repair_tokenizer, resize_embeddings
 from unsloth_plugins.core.tokenizer.templates import CHATML, HARMONY, with_markers
 
@@ -370,3 +372,77 @@ def test_a_template_that_cannot_be_marked_is_a_caution() -> None:
 def test_harmony_does_not_change_with_the_day() -> None:
     text = chat_tokenizer(chat_template=HARMONY).apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     assert "date" not in text and "cutoff" not in text and "leaves out" in README.read_text()
+
+
+def test_a_processor_stands_for_its_tokenizer() -> None:
+    tokenizer = chat_tokenizer(chat_template=PLAIN_CHATML, pad_token=None)
+    processor = SimpleNamespace(tokenizer=tokenizer, chat_template=PLAIN_CHATML)
+    assert check_tokenizer(160, processor) == check_tokenizer(160, tokenizer) != []
+    plan = repair_tokenizer(160, processor, dry_run=True)
+    assert processor.chat_template == tokenizer.chat_template == PLAIN_CHATML
+    assert repair_tokenizer(160, processor).done == plan.done and check_tokenizer(160, processor) == []
+    assert processor.chat_template == tokenizer.chat_template != PLAIN_CHATML
+    processor = SimpleNamespace(tokenizer=chat_tokenizer(chat_template=PLAIN_CHATML), chat_template="its own")
+    assert repair_tokenizer(160, processor).done and processor.chat_template == "its own"
+
+
+@pytest.mark.parametrize("call", [check_tokenizer, repair_tokenizer, resize_embeddings])
+def test_what_is_no_tokenizer_is_refused(call: Any) -> None:
+    for given in (None, "gpt2", SimpleNamespace(tokenizer=None)):
+        with pytest.raises(ConfigError, match=f"got {type(given).__name__}. Pass what from_pretrained returned"):
+            call(tiny_llama(), given)
+    with pytest.raises(ConfigError, match="expected a model"):
+        call(chat_tokenizer(), chat_tokenizer())
+    with pytest.raises(ConfigError, match="got LlamaForCausalLM. The model comes first, then its tokenizer"):
+        call(chat_tokenizer(), tiny_llama())
+
+
+def test_a_chat_template_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="chat_template to be a text; got int"):
+        repair_tokenizer(160, chat_tokenizer(), chat_template=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "Embedding of PEFT around the embedding"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "Linear of PEFT around the head"),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+            "ModulesToSaveWrapper of PEFT around the head",
+        ),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [3]}, "TrainableTokensWrapper of PEFT"),
+    ],
+)
+def test_case_11_growth_under_adapters_is_refused_before_any_change(
+    options: dict[str, Any], part: str, dry_run: bool
+) -> None:
+    tokenizer = small_tokenizer(size=149, chat_template=CHATML)
+    model = get_peft_model(tiny_llama(vocab_size=150, eos_token_id=1), LoraConfig(r=2, **options))
+    before = _state(tokenizer)
+    with pytest.raises(UnsupportedError, match=f"152 rows; got {part}.*before get_peft_model"):
+        repair_tokenizer(model, tokenizer, add_tokens=True, dry_run=dry_run)
+    assert _state(tokenizer) == before and model.config.eos_token_id == 1
+    tokenizer.add_tokens(["<a>"])
+    with pytest.raises(UnsupportedError, match="151 rows"):
+        resize_embeddings(model, tokenizer)
+    wide = get_peft_model(tiny_llama(vocab_size=200, eos_token_id=1), LoraConfig(r=2, **options))
+    assert resize_embeddings(wide, tokenizer) is None and repair_tokenizer(wide, tokenizer, add_tokens=True).done
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_new_tokens_that_are_zero_in_the_head(tied: bool) -> None:
+    tokenizer = chat_tokenizer()
+    model = tiny_llama(tie_word_embeddings=tied, eos_token_id=tokenizer.eos_token_id)
+    number = tokenizer.convert_tokens_to_ids("<|reserved_1|>")
+    with torch.no_grad():
+        model.lm_head.weight[[number, tokenizer.pad_token_id]] = 0
+    assert codes(model, tokenizer) == {"zero-embedding" if tied else "zero-head"}
+    plan = repair_tokenizer(model, tokenizer, dry_run=True)
+    assert not model.lm_head.weight[number].any()
+    assert repair_tokenizer(model, tokenizer).done == plan.done and len(plan.done) == 1
+    others = torch.cat([model.lm_head.weight[:number], model.lm_head.weight[number + 1 :]])
+    used = others[others.any(dim=1)]
+    torch.testing.assert_close(model.lm_head.weight[number], used.mean(0), rtol=1e-5, atol=1e-7)
+    assert check_tokenizer(model, tokenizer) == []
