@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 from unsloth_plugins.core import applied_to, apply
 from unsloth_plugins.core.models.causal_lm import chunked_losses
+from unsloth_plugins.core.mxfp4 import pack_experts
 from unsloth_plugins.hf_trainer import UnslothCallback
 
 pytestmark = pytest.mark.slow
@@ -45,10 +46,27 @@ SFT_DATA = {
     "completion_only_loss": {"prompt": [t[:4] for t in TEXTS], "completion": [t[4:] for t in TEXTS]},
     "assistant_only_loss": {"messages": conversations()},
 }
+DATA = {
+    "SFT": SFT_DATA["text"],
+    "DPO": {
+        "prompt": [t[:4] for t in TEXTS],
+        "chosen": [t[4:] for t in TEXTS],
+        "rejected": [t[:3:-1] for t in TEXTS],
+    },
+    "GRPO": {"prompt": [t[:4] for t in TEXTS]},
+}
 
 
-def run(kind: str, make: Any, folder: Path, ours: bool, data: dict[str, Any], **options: Any) -> Any:
-    """A few steps of ``SFT``, ``DPO`` or ``GRPO`` with LoRA."""
+def run(
+    kind: str,
+    make: Any,
+    folder: Path,
+    ours: bool,
+    data: dict[str, Any],
+    experts: bool = False,
+    **options: Any,
+) -> Any:
+    """A few steps of ``SFT``, ``DPO`` or ``GRPO`` with LoRA on attention, or on experts too, then put on by TRL."""
     import trl
     from datasets import Dataset
 
@@ -65,14 +83,16 @@ def run(kind: str, make: Any, folder: Path, ours: bool, data: dict[str, Any], **
         disable_tqdm=True,
     )
     torch.manual_seed(0)
-    model = get_peft_model(make(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    targets = ["q_proj", "v_proj", *(("gate_proj", "up_proj", "down_proj") if experts else ())]
+    lora = LoraConfig(r=4, target_modules=targets)
     rewards = {"reward_funcs": lambda completions, **_: [float(len(set(c))) for c in completions]}
     trainer = getattr(trl, f"{kind}Trainer")(
-        model,
+        make() if experts else get_peft_model(make(), lora),
         args=getattr(trl, f"{kind}Config")(**(settings | options)),
         train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer(),
         callbacks=[UnslothCallback(offload_min_bytes=0)] if ours else [],
+        peft_config=lora if experts else None,
         **(rewards if kind == "GRPO" else {}),
     )
     trainer.train()
@@ -144,12 +164,21 @@ def test_sft_packing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [tiny_gpt_oss, tiny_llama])
 def test_dpo(make: Any, tmp_path: Path) -> None:
     """The reference is the model without its adapter: forwards of both before one backward."""
-    data = {
-        "prompt": [t[:4] for t in TEXTS],
-        "chosen": [t[4:] for t in TEXTS],
-        "rejected": [t[:3:-1] for t in TEXTS],
-    }
-    agree("DPO", make, tmp_path, data, ("rewards/margins", "logps/chosen"), gradient_checkpointing=True)
+    agree("DPO", make, tmp_path, DATA["DPO"], ("rewards/margins", "logps/chosen"), gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_adapters_on_experts_are_trained(kind: str, packed: bool, tmp_path: Path) -> None:
+    """PEFT does not make them, and TRL puts the adapter on itself: they come last, and yet before the optimizer."""
+
+    def make() -> Any:
+        return pack_experts(tiny_gpt_oss()) if packed else tiny_gpt_oss()
+
+    options = dict(num_generations=2, max_completion_length=8) if kind == "GRPO" else {}
+    trainer = run(kind, make, tmp_path, True, DATA[kind], experts=True, gradient_checkpointing=True, **options)
+    b = {name: p for name, p in trainer.model.named_parameters() if ".experts." in name and "lora_B.default" in name}
+    assert len(b) == 4 * 2 and all(p.any() for p in b.values()), [name for name, p in b.items() if not p.any()]
 
 
 @pytest.mark.parametrize("make", [tiny_gpt_oss, tiny_llama])
@@ -157,6 +186,5 @@ def test_grpo(make: Any, tmp_path: Path) -> None:
     """Generation inside training with a KV cache, a reference, and two updates for each batch of samples."""
     options = dict(num_generations=4, per_device_train_batch_size=4, num_iterations=2, max_completion_length=12)
     keys = ("kl", "reward", "reward_std", "completions/mean_length")
-    data = {"prompt": [t[:4] for t in TEXTS]}
-    ours = agree("GRPO", make, tmp_path, data, keys, beta=0.1, gradient_checkpointing=True, **options)
+    ours = agree("GRPO", make, tmp_path, DATA["GRPO"], keys, beta=0.1, gradient_checkpointing=True, **options)
     assert max(curve(ours, "reward_std")) > 0 and max(curve(ours, "kl")) > 0
