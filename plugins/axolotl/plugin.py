@@ -19,6 +19,7 @@ from unsloth_plugins.core.mxfp4 import packed_config
 from unsloth_plugins.trainer_metrics import TrainerMetrics, explain_out_of_memory, report_first
 
 LOG = get_logger("axolotl.unsloth_plugins")  # Axolotl shows only loggers below its own
+_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 
@@ -115,7 +116,10 @@ def _is_mxfp4(cfg: dict[str, Any]) -> bool:
 
 
 def _keep_packed(cfg: dict[str, Any]) -> None:
-    """Select our quantizer. ``adapter: qlora`` means 4-bit base here too; the base just has its 4 bits already."""
+    """Select our quantizer, and let ``lora_target_linear`` mean the experts as well.
+
+    ``adapter: qlora`` means 4-bit base here too; the base just has its 4 bits already.
+    """
     stored = cfg.get("overrides_of_model_config") or {}
     if (stored.get("quantization_config") or {}).get("quant_method") == "unsloth_mxfp4":
         return  # a config that went through here before
@@ -124,6 +128,10 @@ def _keep_packed(cfg: dict[str, Any]) -> None:
         cfg.get("base_model_config") or cfg["base_model"], revision=cfg.get("revision_of_model")
     ).quantization_config
     cfg["overrides_of_model_config"] = {**stored, "quantization_config": packed}
+    if cfg.get("lora_target_linear"):  # Axolotl looks for linear layers, PEFT's "all-linear" finds packed experts too
+        given = cfg.get("lora_target_modules") or []
+        named = [given] if isinstance(given, str) else list(given)
+        cfg["lora_target_modules"] = [*named, *(name for name in _EXPERTS if name not in named)]
     if cfg.get("adapter") == "qlora" or cfg.get("load_in_4bit"):
         cfg["adapter"], cfg["load_in_4bit"] = "lora", False
         LOG.info("The base is MXFP4: experts stay packed in 4 bits instead of bitsandbytes' NF4; the rest is 16 bit.")

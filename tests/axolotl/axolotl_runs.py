@@ -95,6 +95,7 @@ def axolotl(
     path.write_text(yaml.safe_dump(settings))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), env.get("PATH", "")))  # torchrun
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), env.get("PYTHONPATH"))))
     if command in ("train", "inference") and "--launcher" not in arguments:
         arguments = ("--launcher", "python", *arguments)
     line = [sys.executable, "-m", "axolotl.cli.main", command, str(path), *arguments]

@@ -258,6 +258,27 @@ def test_a_misspelt_class_stops_axolotl_and_names_the_right_line(folder: Path) -
     assert not hasattr(unsloth_plugins.axolotl, "anything_else")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plugins", "answer"),
+    [
+        (None, "the key is gone"),
+        (["unsloth_plugin.axolotl.UnslothPlugin"], "the key is gone"),
+        (PLUGIN, "ValueError: not enough values to unpack (expected 2, got 1)"),
+        (["unsloth_plugins.axolotl"], "AttributeError: module 'unsloth_plugins' has no attribute 'axolotl'"),
+    ],
+)
+def test_lines_that_axolotl_answers_by_itself(plugins: Any, answer: str, folder: Path) -> None:
+    """As the adapter's README says; in a process where nothing of ours is loaded."""
+    path = folder / "lines.yml"
+    path.write_text(yaml.safe_dump(config(folder, plugins=plugins, unsloth={"quiet": True})))
+    code = f"from axolotl.cli.config import load_cfg\nassert 'unsloth' not in load_cfg({str(path)!r})\n"
+    code += "print('the key is gone')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    output = done.stderr if done.returncode else done.stdout
+    assert output.splitlines()[-1] == answer
+
+
 def test_a_failed_import_of_ours_stops_axolotl(folder: Path) -> None:
     """Axolotl swallows ImportError and would train on without the plugin."""
     path = folder / "broken.yml"

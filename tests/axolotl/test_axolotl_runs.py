@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,8 +13,11 @@ import pytest
 import torch
 from axolotl_runs import PLUGIN, axolotl, config, losses, state, write_adapter, write_assets
 from conftest import tiny_gpt_oss, tiny_llama
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from recorder import IDS_BT
 from safetensors.torch import load_file
 
+from unsloth_plugins.core import apply
 from unsloth_plugins.core.mxfp4 import pack_experts
 
 pytestmark = pytest.mark.slow
@@ -44,6 +46,60 @@ def test_sample_packing_evaluation_and_quiet(tmp_path: Path) -> None:
     logs = state(tmp_path / "out")["log_history"]
     assert len([log for log in logs if "loss" in log]) == 3 and any("eval_loss" in log for log in logs)
     assert "unsloth-plugins on " not in printed and "unsloth-plugins: " not in printed
+
+
+def losses_of_rows(model: Any, ids_T: torch.Tensor, labels_T: torch.Tensor, starts: list[int]) -> float:
+    """The mean over the targets of one row whose documents begin at ``starts``, each run through the model alone."""
+    ends = [*starts[1:], len(ids_T)]
+    with torch.no_grad():
+        apart = [model(input_ids=ids_T[None, a:b]).logits[0] for a, b in zip(starts, ends, strict=True)]
+    return torch.nn.functional.cross_entropy(torch.cat(apart)[:-1], labels_T[1:]).item()
+
+
+@pytest.mark.parametrize(("make", "attention"), [(tiny_gpt_oss, "eager"), (tiny_llama, "sdpa")])
+def test_packed_documents_do_not_see_each_other(make: Any, attention: str, tmp_path: Path) -> None:
+    write_assets(tmp_path, make())
+    options: dict[str, Any] = dict(sample_packing=True, pad_to_sequence_len=True, micro_batch_size=1, max_steps=1)
+    plugins = [PLUGIN, "recorder.Recorder"]
+    axolotl("train", config(tmp_path, plugins=plugins, attn_implementation=attention, **options), tmp_path)
+    ((batch, loss),) = torch.load(tmp_path / "out" / "batches.pt")  # LoRA's B is zero: the base's own loss
+    ids, labels, positions = (batch[name][0] for name in ("input_ids", "labels", "position_ids"))
+    starts = (positions == 0).nonzero().flatten().tolist()
+    assert len(starts) > 2
+    assert loss == pytest.approx(losses_of_rows(make(), ids, labels, starts), abs=1e-5)
+    assert loss != pytest.approx(losses_of_rows(make(), ids, labels, [0]), abs=1e-3)  # what a leak would give
+
+
+def test_linear_targets_on_a_packed_base_are_those_of_peft(tmp_path: Path) -> None:
+    """``lora_target_linear`` of Axolotl names linear layers, which packed experts are not."""
+    write_assets(tmp_path, pack_experts(tiny_gpt_oss()))
+    linear = dict(lora_target_modules=None, lora_target_linear=True)
+    axolotl("train", config(tmp_path, adapter="qlora", learning_rate=0.1, **linear), tmp_path)
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    wanted = get_peft_model(pack_experts(tiny_gpt_oss()), LoraConfig(r=4, target_modules="all-linear"))
+    apply(wanted)
+    assert {name: tensor.shape for name, tensor in saved.items()} == {
+        name: tensor.shape for name, tensor in get_peft_model_state_dict(wanted).items()
+    }
+    assert sum(".experts." in name for name in saved) == 4 * 2 * 2
+    assert all(tensor.any() for name, tensor in saved.items() if "lora_B" in name)
+
+
+def test_inference_on_a_packed_base_uses_adapters_on_experts(tmp_path: Path) -> None:
+    write_assets(tmp_path, pack_experts(tiny_gpt_oss()))
+    settings = config(tmp_path, lora_target_modules=EXPERTS, learning_rate=0.1, plugins=[PLUGIN, "recorder.Recorder"])
+    axolotl("train", settings, tmp_path)
+    said = axolotl("inference", settings | {"lora_model_dir": str(tmp_path / "out")}, tmp_path, answers="the quick")
+    assert "Traceback" not in said
+    logits = torch.load(tmp_path / "out" / "logits.pt")
+    adapted = PeftModel.from_pretrained(pack_experts(tiny_gpt_oss()), tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(logits, adapted(input_ids=IDS_BT).logits, rtol=0, atol=1e-4)
+        for name, module in adapted.named_modules():
+            if ".experts" in name and hasattr(module, "lora_B"):
+                assert module.lora_B["default"].weight.any(), name
+                module.lora_B["default"].weight.zero_()
+        assert (logits - adapted(input_ids=IDS_BT).logits).abs().max() > 0.1  # without the experts' part
 
 
 def test_case_25_one_step_on_a_packed_base(tmp_path: Path) -> None:
@@ -119,8 +175,6 @@ def test_two_ranks_train_as_one_with_all_the_batches(
     packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
     def make() -> Any:
         return pack_experts(tiny_gpt_oss()) if packed else tiny_llama()
@@ -144,7 +198,6 @@ def test_two_ranks_train_as_one_with_all_the_batches(
 
 def test_merge_lora_and_inference(tmp_path: Path) -> None:
     """The plugin changes neither: the merged model is base plus adapter, and an adapter answers."""
-    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     write_assets(tmp_path, tiny_llama())
