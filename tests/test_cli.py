@@ -66,6 +66,8 @@ def test_errors_are_one_message_and_status_1(tmp_path: Path) -> None:
         ("base/config.json", "[]", "config.json"),
         ("base/config.json", '{"quantization_config": "x"}', "quantization_config in"),
         ("base/config.json", '{"text_config": [3]}', "text_config in"),
+        ("base/config.json", '{"tie_word_embeddings": "no"}', "tie_word_embeddings in"),
+        ("base/config.json", '{"text_config": {"tie_word_embeddings": 0}}', "tie_word_embeddings in"),
         ("base/model.safetensors.index.json", "{}", "weight_map in"),
         ("base/model.safetensors.index.json", '{"weight_map": []}', "weight_map in"),
         ("base/model.safetensors.index.json", '{"weight_map": {"a": 3}}', "weight_map in"),
@@ -232,6 +234,8 @@ def test_a_model_without_an_embedding_is_no_gguf(tmp_path: Path) -> None:
         ("config.json", [], "config.json in"),
         ("generation_config.json", [], "generation_config.json in"),
         ("generation_config.json", "x", "generation_config.json in"),
+        ("config.json", {"rms_norm_eps": "x"}, "Correct config.json"),
+        ("tokenizer.json", {"model": 3}, "save its tokenizer there again"),
     ],
 )
 def test_damaged_configs_beside_a_tokenizer_are_errors_of_ours(
@@ -244,7 +248,33 @@ def test_damaged_configs_beside_a_tokenizer_are_errors_of_ours(
     config = {"model_type": "vit"} if change is None else config | change if isinstance(change, dict) else change
     (base / file).write_text(json.dumps(config))
     report = json.loads(run("tokenizer", base, "--json", status=1).stdout)
-    assert report["error"] == "ExportError" and named in report["expected"] + report["got"] and report["remedy"]
+    assert report["error"] == "ExportError" and named in " ".join(report.values())
+
+
+def test_a_bad_number_in_a_config_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    small_tokenizer().save_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": "x"}))
+    for line in (("export", base, tmp_path / "m.gguf"), ("tokenizer", base)):
+        report = json.loads(run(*line, "--json", status=1).stdout)
+        assert "config.json" in report["expected"] and "rms_norm_eps" in report["got"]
+        assert "Correct config.json" in report["remedy"] and "tokenizer" not in report["expected"] + report["remedy"]
+
+
+@pytest.mark.parametrize("template", [3, {"default": 3}])
+def test_a_chat_template_that_is_no_text(template: Any, tmp_path: Path) -> None:
+    base = save_llama(tmp_path / "base")
+    small_tokenizer().save_pretrained(base)
+    told = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(told | {"chat_template": template}))
+    for option in ([], ["--ollama"]):
+        done = run("export", base, tmp_path / "m.gguf", *option, "--json", status=1)
+        report = json.loads(done.stdout)
+        assert report["error"] == "ExportError" and "chat_template in tokenizer_config.json" in report["expected"]
+        assert [path.name for path in tmp_path.iterdir()] == ["base"]
+    found = json.loads(run("tokenizer", base, "--json", status=1).stdout)["left"]
+    assert [each["code"] for each in found] == ["chat-template-broken"]
 
 
 @pytest.mark.parametrize("command", ["merge", "export"])

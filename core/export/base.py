@@ -44,6 +44,7 @@ class Base:
         self.packed: set[str] = set()
         self._bnb: dict[str, dict[str, Any]] = {}
         _check_method(config)
+        _check_tied(config)
         infos: dict[str, Info] = {}
         for name, info in source.infos.items():
             if name.endswith("_blocks") and (scales := _scales_of(name)) in source.infos:
@@ -143,8 +144,8 @@ class Base:
     def tied(self) -> bool:
         """Whether the head is the embedding: by the config, and where it doesn't say, by what is stored."""
         for part in (self.config, self.config.get("text_config") or {}):
-            if "tie_word_embeddings" in part:
-                return bool(part["tie_word_embeddings"])
+            if (told := part.get("tie_word_embeddings")) is not None:
+                return bool(told)
         return self.embedding is not None and self.head not in self.infos
 
     @property
@@ -174,6 +175,18 @@ def _check_method(config: dict[str, Any]) -> None:
             got=f"quant_method {method!r}",
             remedy="Merge into the 16-bit model that this one was made from.",
         )
+
+
+def _check_tied(config: dict[str, Any]) -> None:
+    """Any text would count as true, and a head that differs from the embedding be left out."""
+    for part in (config, object_in(config, "text_config")):
+        told = part.get("tie_word_embeddings")
+        if not isinstance(told, (bool, type(None))):
+            raise ExportError(
+                expected="tie_word_embeddings in the model's config to be true or false",
+                got=reprlib.repr(told),
+                remedy="config.json is damaged: download or save it again.",
+            )
 
 
 def object_in(config: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from unsloth_plugins.core.export.base import open_base, resolve_folder, spans, s
 from unsloth_plugins.core.export.folder import check_new, half_tokenizers, tokenizer_folder
 from unsloth_plugins.core.export.gguf_file import PLAIN, Tensor, check_package, new_writer, rounded, write
 from unsloth_plugins.core.export.gguf_layout import Piece, add_metadata, architecture_of, pieces_of
-from unsloth_plugins.core.export.gguf_vocab import add_vocabulary, load_tokenizer
+from unsloth_plugins.core.export.gguf_vocab import add_vocabulary, check_template, load_tokenizer
 from unsloth_plugins.core.export.merge import Adapters, open_adapters
 from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.ollama import modelfile, modelfile_place, sampling_of, write_modelfile
@@ -124,6 +124,7 @@ def export_gguf(
     folders = [one.folder for one in adapters]
     notes += half_tokenizers(folders)
     tokenizer = load_tokenizer(tokenizer_folder(folders) or folder)
+    check_template(tokenizer)
     text = _modelfile(output.name, folder, base.config, tokenizer, notes) if ollama else None
     target = modelfile_place(output) if text is not None else None
     report = _write(merged, new_writer(arch, max_shard_bytes), output, tokenizer, quant, notes, progress)

@@ -7,6 +7,7 @@ keeps merges in that order instead, so a token's score is the place of its first
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer.
 
     Raises:
-        ExportError: none there, or a damaged one.
+        ExportError: none there, or a damaged one; or transformers, which reads it too, can't load config.json.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ExportError(
@@ -50,11 +51,48 @@ def load_tokenizer(folder: Path) -> Any:
         tokenizer("a")  # some damage shows only then
         return tokenizer
     except Exception as error:  # of json, tokenizers and transformers, each with its own
+        if (folder / "config.json").is_file():
+            load_config(AutoConfig, folder, "config.json")
         raise ExportError(
             expected=f"a tokenizer that transformers loads from {folder}",
             got=one_line(error),
             remedy="Give the folder of a whole model, or save its tokenizer there again.",
         ) from error
+
+
+def load_config(kind: Any, folder: Path, name: str) -> Any:
+    """A config of transformers from a file in the folder.
+
+    Raises:
+        ExportError: not there, damaged, or of a kind of model that this version of transformers does not know.
+    """
+    try:
+        return kind.from_pretrained(folder)
+    except Exception as error:  # of json, huggingface_hub and transformers, each with its own
+        missing = not (folder / name).is_file()
+        raise ExportError(
+            expected=f"a {name} in {folder} that transformers loads",
+            got="none" if missing else one_line(error),
+            remedy="Give the folder of a whole model: an adapter's has none."
+            if missing
+            else f"Correct {name} or download it again; a new kind of model may need a newer transformers.",
+        ) from error
+
+
+def check_template(tokenizer: Any) -> None:
+    """Refuse what can't go into a GGUF as a chat template.
+
+    Raises:
+        ExportError: it is no text, nor several with names.
+    """
+    found = tokenizer.chat_template
+    texts = list(found.values()) if isinstance(found, dict) else [] if found is None else [found]
+    if not all(isinstance(text, str) for text in texts):
+        raise ExportError(
+            expected="chat_template in tokenizer_config.json to be a text, or several with names",
+            got=reprlib.repr(found),
+            remedy="Set one with `unsloth-plugins tokenizer FOLDER --repair NEW --chat-template ...`, or take it out.",
+        )
 
 
 def one_line(error: Exception) -> str:

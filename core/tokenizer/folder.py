@@ -10,7 +10,7 @@ from typing import Any
 from unsloth_plugins.core.errors import ExportError
 from unsloth_plugins.core.export.base import open_base, resolve_folder, stop_ids
 from unsloth_plugins.core.export.folder import appearing
-from unsloth_plugins.core.export.gguf_vocab import load_tokenizer, one_line
+from unsloth_plugins.core.export.gguf_vocab import load_config, load_tokenizer
 from unsloth_plugins.core.tokenizer.checks import Finding, check_tokenizer
 from unsloth_plugins.core.tokenizer.repair import RepairReport, repair_tokenizer
 
@@ -25,25 +25,16 @@ def _load(model: str | Path) -> tuple[Any, Any, Any]:
     from transformers import AutoConfig, GenerationConfig
 
     folder = resolve_folder(model)
-    config = _loaded(AutoConfig, folder, "config.json", "Give the folder of a whole model: an adapter's has none.")
+    config = load_config(AutoConfig, folder, "config.json")
     generation = None
     if (folder / "generation_config.json").is_file():
-        generation = _loaded(GenerationConfig, folder, "generation_config.json", "Save it again, or remove it.")
+        generation = load_config(GenerationConfig, folder, "generation_config.json")
     for part, name in ((config, "config.json"), (generation, "generation_config.json")):
         if part is not None:
             stop_ids(part.to_dict(), name)
     stand_in = SimpleNamespace(vocab_size=_rows(folder, config), config=config, generation_config=generation)
     tokenizer = load_tokenizer(folder)
     return stand_in, tokenizer, _slow(folder, tokenizer)
-
-
-def _loaded(kind: Any, folder: Path, name: str, remedy: str) -> Any:
-    try:
-        return kind.from_pretrained(folder)
-    except Exception as error:  # of json, huggingface_hub and transformers, each with its own
-        raise ExportError(
-            expected=f"a {name} in {folder} that transformers loads", got=one_line(error), remedy=remedy
-        ) from error
 
 
 def _rows(folder: Path, config: Any) -> int:
