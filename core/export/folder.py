@@ -20,7 +20,7 @@ _NOT_THERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # mou
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")
 _NOT_COPIED = (
     *("config.json", "adapter_config.json", "base_record.json", "export_manifest.json", "trainer_state.json"),
-    ".gitattributes",
+    "Modelfile",
 )
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _TOKENIZER = (
@@ -236,15 +236,21 @@ def side_files(base: Path | None, adapters: Sequence[Path]) -> list[tuple[Path, 
     found: dict[str, Path] = {}
     if base is not None:
         for path in sorted(base.iterdir()):
-            name = path.name
-            if path.is_file() and path.suffix not in _WEIGHTS and name not in _NOT_COPIED and "index.json" not in name:
-                found[name] = path
+            if path.is_file() and _goes_along(path):
+                found[path.name] = path
         found |= _templates(base)
     if (folder := tokenizer_folder(adapters)) is not None:
         found = {name: path for name, path in found.items() if name not in _TOKENIZER and "/" not in name}
         found |= {name: folder / name for name in _TOKENIZER if (folder / name).is_file()}
         found |= _templates(folder)
     return [(path, name) for name, path in found.items()]
+
+
+def _goes_along(path: Path) -> bool:
+    """Neither weights nor their config, nor what an export to that folder left: Modelfiles, hidden files."""
+    name = path.name
+    of_weights = path.suffix in _WEIGHTS or "index.json" in name
+    return not (of_weights or name in _NOT_COPIED or path.suffix == ".Modelfile" or name.startswith("."))
 
 
 def tokenizer_folder(adapters: Sequence[Path]) -> Path | None:

@@ -106,6 +106,8 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
         note = f"{adapter.folder} was trained on another base ({how}); merged because that was allowed."
         _log.warning(note)
         return note
+    if file.is_file() and named and _same_place(named, str(given), folder):
+        raise _changed_under(adapter, given)
     missing = lost = ""
     if not file.is_file() and not Path(named).expanduser().is_dir():
         missing = f", and there is no folder {named!r} here to compare with"
@@ -115,6 +117,18 @@ def check_base(adapter: Adapter, given: str | Path, folder: Path, source: Source
         got=f"{given}, which differs {how}{missing}",
         remedy=f"Give the right base. {lost}If this one has the same weights under another name, allow another base "
         "(allow_other_base=True, --allow-other-base).",
+    )
+
+
+def _changed_under(adapter: Adapter, given: str | Path) -> ExportError:
+    """The base is where the adapter says, and its weights were others in training."""
+    return ExportError(
+        expected=f"the weights that {adapter.folder} was trained on",
+        got=f"{given}, the base that it names, which differs by the fingerprint of its tensors",
+        remedy="If the files there were replaced since, give those of then. If the model in memory was changed beyond "
+        "what the adapter's file holds (norms unfrozen by hand, an earlier adapter merged into it), merge the live "
+        "model (merge_model, save_merged), and name what is trained in modules_to_save next time. --allow-other-base "
+        "(allow_other_base=True) merges into the files' weights, without those changes.",
     )
 
 
@@ -155,19 +169,27 @@ def _read_record(file: Path) -> _Record:
     return _Record(**{name: told[name] for name in _Record.__dataclass_fields__ if name in told})
 
 
-def _same_name(named: str, given: str, folder: Path, source: Source) -> bool:
-    """The same path, id or weights. A folder's own name says nothing: any folder may have it."""
+def _same_place(named: str, given: str, folder: Path) -> bool:
+    """The same path or id. A folder's own name says nothing: any folder may have it."""
     there = Path(named).expanduser()
     if there.is_dir():
-        if there.resolve() == folder.resolve():
-            return True
-        try:
-            return fingerprint(open_base(there).source) == fingerprint(source)
-        except (ExportError, UnsupportedError):
-            return False
+        return there.resolve() == folder.resolve()
     path = folder.resolve().as_posix()
     in_cache = "/models--" + named.replace("/", "--") + "/snapshots/" in path + "/"
     return given == named or in_cache
+
+
+def _same_name(named: str, given: str, folder: Path, source: Source) -> bool:
+    """The same path or id, or the weights that are under it."""
+    if _same_place(named, given, folder):
+        return True
+    there = Path(named).expanduser()
+    if not there.is_dir():
+        return False
+    try:
+        return fingerprint(open_base(there).source) == fingerprint(source)
+    except (ExportError, UnsupportedError):
+        return False
 
 
 def plan_of(

@@ -51,6 +51,23 @@ def test_save_pretrained_records_the_base(dtype: torch.dtype, tmp_path: Path) ->
     check_merges(base, other, tmp_path / "adapter")
 
 
+def test_weights_that_were_trained_and_are_in_no_file(tmp_path: Path) -> None:
+    """A norm unfrozen by hand: the base is the right one, and a merge into it would be another model."""
+    base, other = (save_llama(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1)))
+    model = lora(llama(base))
+    apply(model)
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    randomise(model)
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ExportError, match=r"norms unfrozen by hand.*merge_model.*--allow-other-base") as raised:
+        merge(base, tmp_path / "adapter", tmp_path / "out")
+    assert "right base" not in raised.value.remedy and str(base) in raised.value.got
+    with pytest.raises(ExportError, match="Give the right base"):
+        merge(other, tmp_path / "adapter", tmp_path / "out")
+    merge_model(model, tmp_path / "out", dtype="fp32")
+    torch.testing.assert_close(logits(reload(tmp_path / "out")), logits(model.eval()), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_packed_experts_resident_and_streamed(weights: str, tmp_path: Path) -> None:
     base, other = (save_packed(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1)))

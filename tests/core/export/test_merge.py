@@ -664,6 +664,24 @@ def test_other_maths_is_refused(tmp_path: Path, change: dict[str, object], named
         merge(base, tmp_path / "adapter", tmp_path / "out")
 
 
+def test_outputs_in_a_source_folder_are_no_part_of_it(tmp_path: Path) -> None:
+    """Of the base and of the adapter, and what a killed or another export has there."""
+    base, adapter = save_llama(tmp_path / "base"), tmp_path / "adapter"
+    train_llama(base, adapter)
+    small_tokenizer().save_pretrained(base)
+    merge(base, adapter, tmp_path / "before")
+    merge(base, [], base / "inside")
+    merge(base, adapter, adapter / "inside")
+    for name in ("Modelfile", "model.Modelfile", "model.gguf", ".x.gguf.lock", ".gitattributes"):
+        (base / name).write_text("left behind")
+    (base / ".inside.incomplete").mkdir()
+    merge(base, adapter, tmp_path / "after")
+    before, after = (
+        {path.name: path.read_bytes() for path in sorted((tmp_path / name).iterdir())} for name in ("before", "after")
+    )
+    assert before == after
+
+
 def test_side_files_come_along_and_the_adapters_tokenizer_wins(tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base")
     for name in ("LICENSE", "README.md", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
