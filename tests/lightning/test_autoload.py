@@ -112,6 +112,17 @@ def test_the_off_switches(switch: str, installed: dict[str, str], tmp_path: Path
     assert printed(code, {**installed, switch: "0"}, tmp_path).splitlines()[-2:] == ["False", "True"]
 
 
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_strategy_of_the_other_root_is_named_by_lightning(root: str) -> None:
+    """As the README quotes it; the object's own module says where it is from."""
+    trainer = {name: root_of(name).Trainer for name in ROOTS}[root]
+    from unsloth_plugins.lightning import for_lightning, for_pytorch_lightning
+
+    other = for_lightning if root == "pytorch_lightning" else for_pytorch_lightning
+    with pytest.raises(ValueError, match=rf"selected an invalid strategy name: `strategy=<{other.__name__}"):
+        trainer(strategy=other.UnslothStrategy(), accelerator="cpu", logger=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ROOTS)
 def test_only_one_root_is_needed(first: str, installed: dict[str, str], tmp_path: Path) -> None:
