@@ -355,9 +355,9 @@ def apply(model: nn.Module, config: UnslothConfig | None = None, **options: Any)
     parts = recognise(model)
     if hasattr(model, "_orig_mod") or hasattr(parts.causal_lm, "_orig_mod"):
         raise ModelError(
-            expected="a model that is not compiled yet",
+            expected="a model that is not compiled",
             got="the result of torch.compile",
-            remedy="Apply first; torch.compile of a patched model is not supported, so leave torch_compile off.",
+            remedy="Remove torch.compile; patched forwards and offloaded checkpointing break its graph.",
         )
     if getattr(parts.causal_lm, "use_kernels", False) is True:
         raise ModelError(

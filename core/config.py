@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -122,8 +123,15 @@ class UnslothConfig:
         return min(self.loss_chunk_mib, 64) if self.memory_policy == "min_memory" else self.loss_chunk_mib
 
     @classmethod
-    def from_options(cls, config: UnslothConfig | None = None, **options: Any) -> UnslothConfig:
+    def from_options(
+        cls, config: UnslothConfig | None = None, *, beside: Collection[str] = (), **options: Any
+    ) -> UnslothConfig:
         """A config from keyword options, on top of ``config`` where one is given.
+
+        Args:
+            config: what ``options`` do not name is taken from it.
+            beside: names that the caller takes besides, for the error's message.
+            options: fields of this class.
 
         Raises:
             ConfigError: an option does not exist; the message names the nearest one that does.
@@ -137,9 +145,9 @@ class UnslothConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
-                near = get_close_matches(name, known, n=1)
+                near = get_close_matches(name, [*known, *beside], n=1)
                 raise ConfigError(
-                    expected=f"one of the options {', '.join(known)}",
+                    expected=f"one of the options {', '.join([*known, *beside])}",
                     got=repr(name),
                     remedy=f"Did you mean `{near[0]}`?" if near else "Remove it.",
                 )

@@ -16,6 +16,7 @@ from unsloth_plugins.hf_trainer.conflicts import check_arguments
 from unsloth_plugins.trainer_metrics import TrainerMetrics
 
 _log = logging.getLogger(__name__)
+_OWN = ("quiet", "save_merged", "merged_dtype")
 
 
 def prepare_model(model: nn.Module, config: UnslothConfig | None = None, **options: Any) -> nn.Module:
@@ -64,7 +65,7 @@ class UnslothCallback(TrainerMetrics):
         self._merged_output = None if save_merged is None else Path(save_merged)
         self._merged_dtype = merged_dtype
         self._trained: dict[str, Any] = {}
-        self.config = UnslothConfig.from_options(config, **options)
+        self.config = UnslothConfig.from_options(config, beside=_OWN, **options)
         self._chosen = config is not None or bool(options)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

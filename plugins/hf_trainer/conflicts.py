@@ -70,13 +70,15 @@ def _compiled(got: str, line: str) -> ConflictError:
 def _check_fsdp(args: TrainingArguments) -> None:
     """Whoever asked for it, accelerate holds the settings in force; where it is not set up yet, the arguments do."""
     plugin: Any = getattr(AcceleratorState(), "fsdp_plugin", None) if is_initialized() else None
-    given = getattr(args, "fsdp_config", None) or {}
+    asked, given = bool(getattr(args, "fsdp", None)), getattr(args, "fsdp_config", None) or {}
     version = plugin.fsdp_version if plugin is not None else given.get("version", os.environ.get("FSDP_VERSION", 1))
     if int(version) != 2:
         raise ConflictError(
             expected="FSDP2, which shards each parameter by itself",
-            got="fsdp version 1, which flattens them and can't hold packed ones, beside UnslothCallback",
-            remedy="Set fsdp_config={'version': 2}, or `fsdp_version: 2` in accelerate's config.",
+            got="fsdp version 1, which flattens them and can't hold packed ones, beside UnslothCallback"
+            + ("" if asked else "; asked for by ACCELERATE_USE_FSDP in the environment"),
+            remedy="Set fsdp_config={'version': 2}, or `fsdp_version: 2` in accelerate's config."
+            + ("" if asked else " In a notebook a former TrainingArguments(fsdp=...) has left the variable: restart."),
         )
     if plugin is not None and plugin.activation_checkpointing:
         raise ConflictError(

@@ -73,7 +73,7 @@ class CallbackMixin(MetricsMixin):
     @with_options_in_signature
     def __init__(self, config: UnslothConfig | None = None, *, quiet: bool = False, **options: Any) -> None:
         super().__init__()
-        self.config, self.quiet = UnslothConfig.from_options(config, **options), quiet
+        self.config, self.quiet = UnslothConfig.from_options(config, beside=("quiet",), **options), quiet
         self.applied = ()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -309,7 +309,7 @@ def test_fsdp_asked_for_by_accelerates_launcher(tmp_path: Path, monkeypatch: pyt
     model, args = lora(tiny_llama()), arguments(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "1")
-    with pytest.raises(ConflictError, match="fsdp_version: 2"):
+    with pytest.raises(ConflictError, match=r"ACCELERATE_USE_FSDP in the environment\. Set .*fsdp_version: 2"):
         UnslothCallback().on_init_end(args, None, None, model=model)  # type: ignore[arg-type]
     monkeypatch.setenv("FSDP_VERSION", "2")
     UnslothCallback().on_init_end(args, None, None, model=model)  # type: ignore[arg-type]
@@ -448,9 +448,12 @@ def test_several_gpus_in_one_process_are_refused(tmp_path: Path) -> None:
         UnslothCallback().on_init_end(args, None, None, model=lora(tiny_llama()))  # type: ignore[arg-type]
 
 
-def test_misspelt_option_names_the_right_one() -> None:
-    with pytest.raises(ConfigError, match="loss_chunk_mib"):
-        UnslothCallback(loss_chunk_mb=1)
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("loss_chunk_mb", "loss_chunk_mib"), ("quite", "quiet"), ("save_merge", "save_merged")]
+)
+def test_misspelt_option_names_the_right_one(wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=f"Did you mean `{right}`"):
+        UnslothCallback(**{wrong: 1})
 
 
 def test_streamed_experts_train_and_resume_like_resident_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

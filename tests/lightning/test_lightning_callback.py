@@ -123,8 +123,9 @@ def test_refusals(tmp_path: Path) -> None:
         empty = module_of(pl, torch.nn.Identity)
         empty.configure_optimizers = lambda: None
         trainer_of(pl, tmp_path, callbacks=[UnslothCallback()]).fit(empty, batches())
-    with pytest.raises(ConfigError, match="loss_chunk_mib"):
-        UnslothCallback(loss_chunk_mb=1)
+    for wrong, right in (("loss_chunk_mb", "loss_chunk_mib"), ("quite", "quiet")):
+        with pytest.raises(ConfigError, match=f"Did you mean `{right}`"):
+            UnslothCallback(**{wrong: 1})
     assert classes(pl).UnslothCallback(UnslothConfig(loss=None)).config.loss is None
 
 
