@@ -110,6 +110,7 @@ def test_damaged_pickles_are_errors_of_ours(content: Any, tmp_path: Path) -> Non
 def test_a_place_that_takes_no_files_is_called_that(command: str, place: str, tmp_path: Path) -> None:
     base = save_llama(tmp_path / "base", eos_token_id=1)
     small_tokenizer().save_pretrained(base)
+    place += ".gguf" * (command == "export")
     output = ("--repair", place, "--chat-template", "{{ messages }}") if command == "tokenizer" else (place,)
     report = json.loads(run(command, base, *output, "--json", status=1).stdout)
     assert report["error"] == "ExportError" and "not writable" in report["got"] and place in report["expected"]
@@ -292,6 +293,9 @@ def test_what_needs_no_base_is_refused_before_it_is_read(tmp_path: Path) -> None
     for command, output, options, named in (
         ("merge", tmp_path / "out", ["--dtype", "bf17"], "'bf17'"),
         ("merge", tmp_path, [], "does not exist yet"),
+        ("merge", tmp_path / "m.gguf", [], "m.gguf, the name of a file"),
+        ("merge", tmp_path / "model.safetensors", [], "model.safetensors, the name of a file"),
+        ("export", tmp_path / "m.txt", [], "ends in .gguf"),
         ("export", tmp_path, [], "does not exist yet"),
         ("export", tmp_path, ["-a", "adapter", "--adapter-only"], "does not exist yet"),
     ):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from unsloth_plugins.core.errors import ConflictError, ExportError
+from unsloth_plugins.core.errors import ConfigError, ConflictError, ExportError
 
 _log = logging.getLogger(__name__)
 _NOT_THERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # mounts of Lustre, FUSE and cloud drives
@@ -79,6 +79,23 @@ def check_new(target: Path) -> None:
     if target.exists():
         raise ExportError(
             expected="an output that does not exist yet", got=str(target), remedy="Remove it, or choose another name."
+        )
+
+
+def check_new_folder(target: Path) -> None:
+    """``check_new`` for a folder, which is not called like a file of weights.
+
+    Raises:
+        ExportError: it is there already.
+        ConfigError: its name is that of a file.
+    """
+    check_new(target)
+    if target.suffix.lower() in _WEIGHTS:
+        other = "`unsloth-plugins export` (export_gguf) writes GGUF files. " if target.suffix.lower() == ".gguf" else ""
+        raise ConfigError(
+            expected="the name of a folder, into which the merged model is written",
+            got=f"{target.name}, the name of a file",
+            remedy=f"{other}Leave out {target.suffix} for a folder of safetensors.",
         )
 
 

@@ -12,8 +12,8 @@ import torch
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
 from unsloth_plugins.core.export.base import open_base, resolve_folder, spans, stop_ids
-from unsloth_plugins.core.export.folder import check_new, half_tokenizers, tokenizer_folder
-from unsloth_plugins.core.export.gguf_file import PLAIN, Tensor, check_package, new_writer, rounded, write
+from unsloth_plugins.core.export.folder import half_tokenizers, tokenizer_folder
+from unsloth_plugins.core.export.gguf_file import PLAIN, Tensor, check_output, check_package, new_writer, rounded, write
 from unsloth_plugins.core.export.gguf_layout import Piece, add_metadata, architecture_of, pieces_of
 from unsloth_plugins.core.export.gguf_vocab import add_vocabulary, check_template, load_tokenizer
 from unsloth_plugins.core.export.merge import Adapters, open_adapters
@@ -82,13 +82,13 @@ def export_gguf(
 
     Args:
         model: folder or hub id: a merged model, or the base of the adapters.
-        output: the file, which must not exist. It appears when it is complete.
+        output: the file, which must not exist and ends in ".gguf". It appears when it is complete.
         adapter: a PEFT folder, several, or folder -> weight; merged in float32, rounded once to ``quant``.
         quant: "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"; or "mxfp4" for gpt-oss: experts that no
             adapter changed keep their codes exactly, the other tensors are bf16. Norms, biases, sinks and routers are
             always float32. In any case of letters.
         max_shard_bytes: cut into files of at most so many bytes of tensors, called ``NAME-00001-of-00003.gguf`` and so
-            on; a larger tensor gets a file of its own. ``None`` is one file.
+            on, of which none may exist in any number; a larger tensor gets a file of its own. ``None`` is one file.
         ollama: write a ``Modelfile`` beside it (``NAME.Modelfile`` where there is one already), with the sampling of
             the generation config; if the chat template can't be taken over, a note says so. Goes without
             ``max_shard_bytes``.
@@ -110,7 +110,7 @@ def export_gguf(
             remedy="Leave out --max-shard-gb (max_shard_bytes), or --ollama.",
         )
     output = Path(output).expanduser()
-    check_new(output)
+    check_output(output, sharded=max_shard_bytes is not None)
     folder = resolve_folder(model)
     base = open_base(folder)
     arch = architecture_of(base.config)

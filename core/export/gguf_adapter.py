@@ -16,9 +16,8 @@ import torch
 from unsloth_plugins.core.errors import ConfigError, UnsupportedError
 from unsloth_plugins.core.export.adapter import Changes, Stored
 from unsloth_plugins.core.export.base import Base, open_base, resolve_folder, spans
-from unsloth_plugins.core.export.folder import check_new
 from unsloth_plugins.core.export.gguf import GgufReport
-from unsloth_plugins.core.export.gguf_file import PLAIN, Tensor, check_package, new_writer, rounded, write
+from unsloth_plugins.core.export.gguf_file import PLAIN, Tensor, check_output, check_package, new_writer, rounded, write
 from unsloth_plugins.core.export.gguf_layout import Piece, architecture_of, pieces_of
 from unsloth_plugins.core.export.merge import Adapters, open_adapters
 from unsloth_plugins.core.export.merged import Merged
@@ -40,7 +39,7 @@ def export_gguf_adapter(
     Args:
         base: folder or hub id of the model that the adapter was trained on.
         adapter: a PEFT folder, several, or folder -> weight; several become one of the sum of their ranks.
-        output: the file, which must not exist. It appears when it is complete.
+        output: the file, which must not exist and ends in ".gguf". It appears when it is complete.
         quant: "f32", "f16" or "bf16".
         allow_other_base: go on although the adapter names another base.
         progress: called with bytes done, bytes in all, and the tensor's name.
@@ -58,7 +57,7 @@ def export_gguf_adapter(
         )
     check_package()
     output = Path(output).expanduser()
-    check_new(output)
+    check_output(output)
     folder = resolve_folder(base)
     opened = open_base(folder)
     arch = architecture_of(opened.config)

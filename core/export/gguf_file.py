@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
-from unsloth_plugins.core.export.folder import appearing_files, check_space
+from unsloth_plugins.core.export.folder import appearing_files, check_new, check_space, remove
 from unsloth_plugins.core.export.tensors import Info, Progress, raw_bytes
 
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -55,6 +56,32 @@ def check_package() -> None:
         )
 
 
+def check_output(target: Path, *, sharded: bool = False) -> None:
+    """Refuse a file that is there already, also as a set of shards of any number, or that is not called GGUF.
+
+    Raises:
+        ExportError: it is there.
+        ConfigError: the name.
+    """
+    check_new(target)
+    if target.suffix.lower() != ".gguf":
+        raise ConfigError(
+            expected="the name of a file that ends in .gguf, by which llama.cpp and Ollama know it",
+            got=target.name,
+            remedy=f"Call it {target.stem or 'model'}.gguf. `unsloth-plugins merge` writes folders of safetensors.",
+        )
+    for shard in _shards_of(target) if sharded else ():
+        if "-00001-of-" in shard.name:  # it appears last: without it the others are a killed run's
+            check_new(shard)
+
+
+def _shards_of(target: Path) -> list[Path]:
+    """Files beside ``target`` with names of its shards, whatever their number."""
+    shard = re.compile(re.escape(target.stem) + r"-\d{5}-of-\d{5}\.gguf")
+    places = target.parent.iterdir() if target.parent.is_dir() else ()
+    return sorted(path for path in places if shard.fullmatch(path.name))
+
+
 def rounded(rows: torch.Tensor, kind: str, name: str) -> memoryview:
     """The bytes of numbers in a plain type.
 
@@ -91,7 +118,8 @@ def write(writer: Any, target: Path, tensors: Sequence[Tensor], progress: Progre
 
     Args:
         writer: from ``new_writer``, with all metadata in it.
-        target: the file. Several are called ``NAME-00001-of-00003.gguf`` and so on, as llama.cpp wants it.
+        target: the file. Several are called ``NAME-00001-of-00003.gguf`` and so on, as llama.cpp wants it; those that a
+            killed run left of another number are removed.
         tensors: in order.
         progress: called with bytes done, bytes in all, and the tensor's name.
 
@@ -136,4 +164,7 @@ def write(writer: Any, target: Path, tensors: Sequence[Tensor], progress: Progre
                     writer.write_padding(stream, done - begin)
         finally:
             writer.close()
+    for left_behind in _shards_of(target) if files != [target] else ():
+        if left_behind not in files:
+            remove(left_behind)
     return files, total + _MARGIN

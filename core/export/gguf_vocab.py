@@ -182,11 +182,13 @@ def add_vocabulary(writer: Any, tokenizer: Any, rows: int, notes: list[str]) -> 
         writer: a ``gguf.GGUFWriter``.
         tokenizer: a fast tokenizer of transformers.
         rows: of the embedding; ids that the tokenizer does not use are filled.
-        notes: what llama.cpp will split otherwise is added.
+        notes: what llama.cpp will split otherwise is added, and added tokens that are left out because the embedding
+            has no rows for them.
 
     Raises:
         UnsupportedError: see ``splitter_name``; or a slow tokenizer.
-        ExportError: the tokenizer has ids beyond the embedding.
+        ExportError: the tokenizer needs ids beyond the embedding: for its own vocabulary, its begin or end, or in the
+            chat template.
     """
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UnsupportedError(
@@ -198,12 +200,7 @@ def add_vocabulary(writer: Any, tokenizer: Any, rows: int, notes: list[str]) -> 
     prefix = space_prefix(backend)
     name = splitter_name(backend) if prefix is None else "default"
     by_id = {number: token for token, number in tokenizer.get_vocab().items()}
-    if max(by_id) >= rows:
-        raise ExportError(
-            expected=f"ids below {rows}, the rows of the embedding",
-            got=f"{by_id[max(by_id)]!r} with id {max(by_id)}",
-            remedy="Repair it with `unsloth-plugins tokenizer`, or resize the model's embedding before training.",
-        )
+    _leave_out_beyond(by_id, rows, tokenizer, backend, notes)
     types = {number: _BYTE if prefix is not None and token in _BYTES else _NORMAL for number, token in by_id.items()}
     for added in backend["added_tokens"]:
         types[added["id"]] = _CONTROL if added["special"] else _USER_DEFINED
@@ -231,10 +228,36 @@ def add_vocabulary(writer: Any, tokenizer: Any, rows: int, notes: list[str]) -> 
         writer.add_chat_template(template)
 
 
+def _leave_out_beyond(
+    by_id: dict[int, str], rows: int, tokenizer: Any, backend: dict[str, Any], notes: list[str]
+) -> None:
+    """Take added tokens without a row out of ``by_id``, as that of images in the text model of a Gemma 3."""
+    beyond = sorted(number for number in by_id if number >= rows)
+    if not beyond:
+        return
+    added = {entry["id"] for entry in backend["added_tokens"]}
+    named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token)
+    template = str(tokenizer.chat_template or "")
+    for number in beyond:
+        if number not in added or by_id[number] in named or by_id[number] in template:
+            raise ExportError(
+                expected=f"ids below {rows}, the rows of the embedding, for what the tokenizer needs",
+                got=f"{by_id[number]!r} with id {number}",
+                remedy="Give the tokenizer that the model was trained with, or call model.resize_token_embeddings "
+                "before training.",
+            )
+    notes.append(
+        f"{len(beyond)} added tokens, such as {by_id[beyond[0]]!r} with id {beyond[0]}, are left out: the embedding "
+        f"has {rows} rows."
+    )
+    for number in beyond:
+        del by_id[number]
+
+
 def _add_special(writer: Any, tokenizer: Any, known: set[str]) -> None:
     for kind in ("bos", "eos", "unk", "pad"):
         number = getattr(tokenizer, f"{kind}_token_id")
-        if number is not None:
+        if number is not None and tokenizer.convert_ids_to_tokens(number) in known:
             getattr(writer, f"add_{kind}_token_id")(number)
     ends = [token for token in _END_OF_TURN if token in known and token in str(tokenizer.chat_template)]
     if ends:

@@ -19,7 +19,7 @@ from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedErr
 from unsloth_plugins.core.export.adapter import Adapter, Changes, biases_in, second_half
 from unsloth_plugins.core.export.adapter_config import check_kind
 from unsloth_plugins.core.export.base import Base, base_of_model, config_of, fingerprint, open_base, same_numbers
-from unsloth_plugins.core.export.folder import check_new, check_space, scratch
+from unsloth_plugins.core.export.folder import check_new, check_new_folder, check_space, scratch
 from unsloth_plugins.core.export.merge import SHARD_BYTES, MergeReport, check_dtype, outputs_of, write_merged
 from unsloth_plugins.core.export.merged import Merged
 from unsloth_plugins.core.export.provenance import BASE_RECORD, record_base
@@ -68,6 +68,7 @@ def merge_model(
         ConfigError: not a PEFT model, several active adapters, or merged already; else see ``merge``.
     """
     target = Path(output).expanduser()
+    check_new_folder(target)
     model, active = _peft_model(model)
     opened = base_of_model(model)
     folder = _folder(model)
@@ -222,7 +223,7 @@ def check_model(
     """
     check_dtype(dtype)
     target = Path(output).expanduser()
-    check_new(target)
+    check_new_folder(target)
     if adapter_output is not None:
         check_new(Path(adapter_output).expanduser())
     model, active = _peft_model(model)

@@ -18,7 +18,7 @@ from unsloth_plugins.core.export.adapter import Adapter
 from unsloth_plugins.core.export.base import Base, check_device, fingerprint, open_base, resolve_folder, spans, stop_ids
 from unsloth_plugins.core.export.folder import (
     appearing,
-    check_new,
+    check_new_folder,
     check_space,
     cleaned_config,
     copy_files,
@@ -105,7 +105,7 @@ def merge(
     """
     check_dtype(dtype)
     target = Path(output).expanduser()
-    check_new(target)
+    check_new_folder(target)
     check_device(device)
     folder = resolve_folder(base)
     opened = open_base(folder, device)

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
-from unsloth_plugins.core.export import export_gguf, merge
+from unsloth_plugins.core.export import export_gguf, export_gguf_adapter, merge
 from unsloth_plugins.core.export.gguf import ggml_mxfp4
 from unsloth_plugins.core.export.gguf_layout import _add_gemma, check_graph, rope_of
 from unsloth_plugins.core.mxfp4 import decode
@@ -211,12 +211,44 @@ def test_rows_that_no_block_divides_are_named(tmp_path: Path) -> None:
     assert report.tensors["blk.0.ffn_up.weight"] == "q4_0"
 
 
+def test_added_tokens_without_a_row_are_left_out_where_nothing_needs_them(tmp_path: Path) -> None:
+    """As a Gemma 3's token for images, which the embedding of its text model lacks, or a padding token just added."""
+    base = _llama(tmp_path, vocab_size=151)
+    tokenizer = small_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    tokenizer.add_tokens(["<image>"])
+    assert len(tokenizer) == 153
+    tokenizer.save_pretrained(base)
+    notes = export_gguf(base, tmp_path / "m.gguf").notes
+    assert any("2 added tokens, such as '<|pad|>' with id 151, are left out" in note for note in notes)
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "m.gguf").fields.items()}
+    assert len(fields["tokenizer.ggml.tokens"]) == len(fields["tokenizer.ggml.token_type"]) == 151
+    assert "tokenizer.ggml.padding_token_id" not in fields and "<image>" not in fields["tokenizer.ggml.tokens"]
+    tokenizer.chat_template = "{{ '<image>' }}{{ messages }}"
+    tokenizer.save_pretrained(base)
+    with pytest.raises(ExportError, match="ids below 151.*'<image>' with id 152"):
+        export_gguf(base, tmp_path / "chats.gguf")
+    small_tokenizer(size=155).save_pretrained(base)
+    with pytest.raises(ExportError, match="the tokenizer that the model was trained with"):
+        export_gguf(base, tmp_path / "other.gguf")
+
+
+@pytest.mark.parametrize("name", ["m.txt", "m", "m.gguf.bak"])
+def test_a_gguf_is_called_so(name: str, tmp_path: Path) -> None:
+    for export in (export_gguf, export_gguf_adapter):
+        arguments = ("base", tmp_path / name) if export is export_gguf else ("base", "adapter", tmp_path / name)
+        with pytest.raises(ConfigError, match=rf"ends in .gguf.*got {name}\. Call it .*\.gguf"):
+            export(*arguments)
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     base = _llama(tmp_path)
     with pytest.raises(UnsupportedError, match="gpt_oss for mxfp4"):
         export_gguf(base, tmp_path / "m.gguf", quant="mxfp4")
     too_many = small_tokenizer()
     too_many.add_tokens([f"<{n}>" for n in range(120)])
+    too_many.save_pretrained(base)
+    too_many.eos_token = "<119>"
     too_many.save_pretrained(base)
     with pytest.raises(ExportError, match="ids below 160"):
         export_gguf(base, tmp_path / "m.gguf")

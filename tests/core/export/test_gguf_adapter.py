@@ -125,6 +125,15 @@ def test_files_of_a_split_model_say_which_they_are(tmp_path: Path) -> None:
     assert together.keys() == want.keys() and all(np.array_equal(together[name], want[name]) for name in want)
     with pytest.raises(ExportError, match="m-00001-of-00003.gguf"):
         export_gguf(base, tmp_path / "m.gguf", quant="f32", max_shard_bytes=int(size / 2.5))
+    with pytest.raises(ExportError, match="m-00001-of-00003.gguf"):  # another number of them: which belong together?
+        export_gguf(base, tmp_path / "m.gguf", quant="f32", max_shard_bytes=int(size / 1.5))
+    export_gguf(base, tmp_path / "m.gguf", quant="f32")  # one file beside them is told by its name
+    (tmp_path / "m-00001-of-00003.gguf").unlink()
+    (tmp_path / "m-1-of-3.gguf").touch()
+    (tmp_path / "m.gguf").unlink()
+    files = export_gguf(base, tmp_path / "m.gguf", quant="f32", max_shard_bytes=int(size / 1.5)).files
+    assert [file.name for file in files] == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    assert sorted(tmp_path.glob("m*.gguf")) == sorted([*files, tmp_path / "m-1-of-3.gguf"])
     with pytest.raises(ConfigError, match="positive shard size"):
         export_gguf(base, tmp_path / "n.gguf", max_shard_bytes=0)
 
