@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from merge_cases import tensors
 
 from unsloth_plugins.core.export import merge
 
@@ -70,3 +71,8 @@ def test_adapters_of_several_processes_know_their_base(mode: str, options: list[
     for folder in (tmp_path / "out" / "checkpoint-3", tmp_path / "final"):
         notes = merge(tmp_path / "base0", folder, tmp_path / f"{folder.name}-merged").notes
         assert "checked by the fingerprint" in notes[0]
+    if mode == "ddp":  # the first process alone merges, and what it merges is what was saved
+        assert [each["has_merged"] for each in results(tmp_path, 2)] == [True, False]
+        merge(tmp_path / "base0", tmp_path / "final", tmp_path / "wanted", dtype="fp32")
+        found, wanted = tensors(tmp_path / "merged"), tensors(tmp_path / "wanted")
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)

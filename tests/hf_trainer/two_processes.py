@@ -81,7 +81,8 @@ def main() -> None:
     LazyLogits.materialize = lambda self: (materialized.append(1), original(self))[1]  # type: ignore[method-assign]
     model = make(kind, folder)
     rows = [{key: value[0] for key, value in batch_of(1, 24, seed=i).items()} for i in range(6)]
-    trainer = Trainer(model, args, train_dataset=rows, callbacks=[UnslothCallback(offload_min_bytes=0)])
+    callback = UnslothCallback(offload_min_bytes=0)
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[callback])
     trainer.train()
     trainer.save_model(str(folder / "final"))
     trained, packed = {}, {}
@@ -94,6 +95,8 @@ def main() -> None:
             packed[name] = (parameter.numel(), local.numel())
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     result = {"trained": trained, "losses": losses, "packed": packed, "materialized": len(materialized)}
+    if mode == "ddp":
+        result["has_merged"] = callback.save_merged(folder / "merged", dtype="fp32") is not None
     torch.save(result, folder / f"rank{trainer.args.process_index}.pt")
 
 
