@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -87,6 +87,30 @@ else:
     )
 
 
+def _check_place(unknown: Collection[str]) -> None:
+    """Axolotl drops keys that neither it nor a plugin knows. Those that are meant for us are errors.
+
+    Args:
+        unknown: such keys.
+
+    Raises:
+        ConfigError: one is ``unsloth`` misspelt, or an option that belongs under it.
+    """
+    for name in unknown:
+        if get_close_matches(name, ("unsloth", "unsloth_plugins"), n=1, cutoff=0.8):
+            raise ConfigError(
+                expected="options of UnslothPlugin under the key `unsloth:`",
+                got=f"`{name}:`, which Axolotl would drop",
+                remedy="Did you mean `unsloth`?",
+            )
+        if name in (*_FIELDS, *_OWN):
+            raise ConfigError(
+                expected=f"`{name}:` under the key `unsloth:`",
+                got="it at the top of the config, where Axolotl would drop it",
+                remedy="Move it there, with spaces before it.",
+            )
+
+
 class UnslothArgs(BaseModel):
     """Mixed into Axolotl's config by its plugin manager."""
 
@@ -96,5 +120,6 @@ class UnslothArgs(BaseModel):
     @classmethod
     def _check_conflicts(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and uses_plugin(data):
+            _check_place({str(name) for name in data} - cls.model_fields.keys())
             check_config(data, config_of(data.get("unsloth")))
         return data

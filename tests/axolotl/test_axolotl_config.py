@@ -97,6 +97,22 @@ def test_wrong_options_are_errors_with_the_right_name(options: Any, message: str
         load(folder, unsloth=options)
 
 
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("unsloht", "Did you mean `unsloth`"),
+        ("Unsloth", "Did you mean `unsloth`"),
+        ("unsloth_plugins", "Did you mean `unsloth`"),
+        ("loss_chunk_mib", "`loss_chunk_mib:` under the key `unsloth:`"),
+        ("quiet", "`quiet:` under the key `unsloth:`"),
+    ],
+)
+def test_keys_that_axolotl_would_drop(key: str, message: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(folder, **{key: {"quiet": True}})
+    assert key not in load(folder, plugins=None, **{key: {"quiet": True}})
+
+
 CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"activation_offloading": True}, "activation_offloading"),
     ({"activation_offloading": "legacy"}, "activation_offloading"),
