@@ -322,7 +322,7 @@ def _check_experts(device: torch.device, dtype: torch.dtype) -> Finding:
 
     inputs = _draw(device, x=(96, 64), weight=(96, 2), gate_up=(6, 64, 64), down=(6, 32, 64))
     inputs |= _draw(device, a1=(6, 8, 64), b1=(6, 8, 64), a2=(6, 8, 32), b2=(6, 8, 64))
-    inputs["gate_up"] *= 0.1  # with LoRA's scale: no gate near the activation's limit, where a rounding turns a gradient
+    inputs["gate_up"] *= 0.1  # with LoRA's scale no gate is near the activation's limit, where gradients turn
     run = functools.partial(layer, kind=serves)
     finding = _checked("experts", compare(run, functools.partial(layer, kind="reference"), inputs, dtype), dtype)
     return replace(finding, detail=f"{_EXPERTS_BY[serves]}: {finding.detail}")
