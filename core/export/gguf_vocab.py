@@ -231,7 +231,7 @@ def add_vocabulary(writer: Any, tokenizer: Any, rows: int, notes: list[str]) -> 
 def _leave_out_beyond(
     by_id: dict[int, str], rows: int, tokenizer: Any, backend: dict[str, Any], notes: list[str]
 ) -> None:
-    """Take added tokens without a row out of ``by_id``, as that of images in the text model of a Gemma 3."""
+    """Take added tokens without a row out of ``by_id``, where nothing needs them."""
     beyond = sorted(number for number in by_id if number >= rows)
     if not beyond:
         return

@@ -212,7 +212,7 @@ def test_rows_that_no_block_divides_are_named(tmp_path: Path) -> None:
 
 
 def test_added_tokens_without_a_row_are_left_out_where_nothing_needs_them(tmp_path: Path) -> None:
-    """As a Gemma 3's token for images, which the embedding of its text model lacks, or a padding token just added."""
+    """As a token for images that a text model's embedding lacks, or a padding token just added."""
     base = _llama(tmp_path, vocab_size=151)
     tokenizer = small_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
