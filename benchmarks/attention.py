@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import sys
 from collections.abc import Callable
@@ -122,18 +123,16 @@ IMPLEMENTATIONS: dict[str, Callable[[Problem], Run | None]] = {
 
 
 def milliseconds(function: Callable[[], object], repeats: int) -> float:
-    """Median time of one call by CUDA events, after two that warm up."""
+    """Median time of one of several calls in a row, by CUDA events, after two that warm up."""
     for _ in range(2):
         function()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
         function()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in itertools.pairwise(events))
 
 
 def measure(problem: Problem, run: Run, repeats: int) -> dict[str, float]:
