@@ -274,6 +274,7 @@ class Stepper:
             answer["step_s"] = statistics.median(times)
             answer |= _memory()
         except torch.OutOfMemoryError:
+            traceback.print_exc()
             answer["oom"] = True
             self.optimizer.zero_grad(set_to_none=True)
         self._make_room()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unsloth_plugins.core.errors import UnsupportedError
 from unsloth_plugins.core.offload.budget import MemoryBudget
+from unsloth_plugins.core.offload.draws import Draws
 from unsloth_plugins.core.offload.host import HostStore
 from unsloth_plugins.core.offload.pairs import Origin, Pairs
 from unsloth_plugins.core.offload.survivors import Survivors
@@ -57,8 +59,44 @@ def _checkpoint_with(hooks: Any, function: Callable[..., Any], args: tuple[Any, 
             got="use_reentrant=True",
             remedy="Set gradient_checkpointing_kwargs={'use_reentrant': False}, or leave it out.",
         )
+    if kwargs.get("preserve_rng_state", True) and not _debugs(kwargs) and Draws.serve(args):
+        kwargs["preserve_rng_state"] = False
+        kwargs["context_fn"] = functools.partial(_contexts, Draws(args), kwargs.get("context_fn"))
     with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
         return checkpoint(_holding_nothing, function, *args, use_reentrant=False, **kwargs)
+
+
+def _debugs(kwargs: dict[str, Any]) -> bool:
+    """Whether torch will trace the region, for which it allows no contexts of others."""
+    everywhere = torch.utils.checkpoint._checkpoint_debug_enabled  # set_checkpoint_debug_enabled
+    return bool(kwargs.get("debug")) if everywhere is None else everywhere
+
+
+def _contexts(draws: Draws, more: Callable[[], tuple[Any, Any]] | None) -> tuple[Any, Any]:
+    """Contexts of the forward and the recompute: random numbers, and what else was asked for inside of that."""
+    outer = draws.contexts()
+    return outer if more is None else tuple(map(_Nested, outer, more()))  # type: ignore[return-value]
+
+
+class _Nested:
+    """One context manager inside another, to be entered as often as they can be."""
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        try:
+            self._inner.__enter__()
+        except BaseException:
+            self._outer.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._inner.__exit__(*error)
+        finally:
+            self._outer.__exit__(*error)
 
 
 def _holding_nothing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

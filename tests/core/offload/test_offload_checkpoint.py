@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -83,3 +85,46 @@ def test_inputs_changed_in_place_are_noticed() -> None:
 def test_reentrant_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="use_reentrant"):
         offload_checkpoint(_block(), torch.randn(5, 32), use_reentrant=True)
+
+
+def _draws_later(device: str, backwards: int = 2, **kwargs: object) -> None:
+    """Two regions, dropout in the first; gradients so often, with draws in between, as without a checkpoint."""
+    torch.manual_seed(3)
+    first = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout(0.5)).to(device)
+    second, x = torch.nn.Linear(16, 16).to(device), torch.randn(4, 16, device=device, requires_grad=True)
+    found = []
+    for run in (lambda function, x: function(x), lambda function, x: offload_checkpoint(function, x, **kwargs)):
+        torch.manual_seed(7)
+        y = run(second, run(first, x)).square().sum()
+        grads = []
+        for _ in range(backwards):
+            torch.rand(3), torch.rand(3, device=device)
+            grads += torch.autograd.grad(y, [x, *first.parameters(), *second.parameters()], retain_graph=True)
+        found.append([*grads, torch.rand(3), torch.rand(3, device=device)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_random_numbers_are_the_same_in_every_recompute_and_afterwards(device: str) -> None:
+    _draws_later(device)
+    entered = []
+
+    class Noting(contextlib.AbstractContextManager[None]):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            entered.append(self.name)
+
+        def __exit__(self, *error: object) -> None:
+            entered.append(f"{self.name} over")
+
+    _draws_later(device, context_fn=lambda: (Noting("forward"), Noting("recompute")))
+    names = ["forward", "forward over"] * 2 + ["recompute", "recompute over"] * 4
+    assert entered == names
+
+
+def test_torchs_debugging_of_checkpoints_still_works() -> None:
+    with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):
+        _draws_later("cpu", backwards=1)  # torch's own can't be run again then
+    _draws_later("cpu", backwards=1, debug=True)
