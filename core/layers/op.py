@@ -57,7 +57,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _no_view(x: torch.Tensor) -> torch.Tensor:
-    """An output as autograd takes it for new: models change some in place, which it refuses of views."""
+    """An output as autograd takes it for new: models change some in place, which it refuses of views, and gradients of
+    one tensor are added in place only where nothing else knows the memory."""
     return x.detach()
 
 
@@ -101,7 +102,7 @@ class _RmsNorm(torch.autograd.Function):
             one_plus=ctx.one_plus,
             want_weight=ctx.needs_input_grad[1],
         )
-        dx = dx_MN.view(dy.shape)
+        dx = _no_view(dx_MN.view(dy.shape))
         residual = dx if ctx.needs_input_grad[2] else None
         return dx, None if dw_N is None else dw_N.to(weight_N.dtype), residual, None, None
 

@@ -11,6 +11,7 @@ Source: ``torch.utils.checkpoint`` with ``early_stop`` (non-reentrant checkpoint
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 _HOLDS: ContextVar[bool | None] = ContextVar("holds", default=None)
-_TELLS: ContextVar[Callable[[], None]] = ContextVar("tells", default=lambda: None)
+_TELLS: ContextVar[Callable[[], None] | None] = ContextVar("tells", default=None)
 
 
 @contextlib.contextmanager
@@ -39,7 +40,7 @@ def holds(*, otherwise: bool = False) -> bool:
 
 @contextlib.contextmanager
 def telling(function: Callable[[], None]) -> Iterator[None]:
-    """Tails that run inside call ``function`` when their backward is over."""
+    """Of tails that run inside, ``function`` is called when their backward is over and its memory gone."""
     before = _TELLS.set(function)
     try:
         yield
@@ -48,21 +49,31 @@ def telling(function: Callable[[], None]) -> Iterator[None]:
 
 
 class Kept:
-    """The tensors given to ``keep``, to be read in the tail's backward; reading may start the recompute.
+    """The tensors given to ``keep``, to be read in the tail's backward; reading may start the recompute."""
 
-    Attributes:
-        over: to be called at the end of the tail's backward.
-    """
+    __slots__ = ("_node", "_tell")
 
-    __slots__ = ("_node", "over")
-
-    def __init__(self) -> None:
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self._node: Any = None
-        self.over = _TELLS.get()
+        self._tell = _TELLS.get()
+        source = next((tensor for tensor in tensors if tensor.grad_fn is not None), None)
+        if self._tell is not None and source is not None:
+            # Its gradient is whole: what the tail gave was added to that of the residual, and freed.
+            source.register_hook(functools.partial(_told, self._tell))
+            self._tell = None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What was kept, in order."""
         return self._node.saved_tensors  # type: ignore[no-any-return]
+
+    def over(self) -> None:
+        """To be called at the end of the tail's backward."""
+        if self._tell is not None:
+            self._tell()
+
+
+def _told(tell: Callable[[], None], grad: torch.Tensor) -> None:
+    tell()
 
 
 class _Keep(torch.autograd.Function):
@@ -89,5 +100,5 @@ def keep(*tensors: torch.Tensor) -> tuple[Kept, tuple[torch.Tensor, ...]]:
     Returns:
         the handle to read them by, and the tensors to pass on (views, with the gradient attached).
     """
-    kept = Kept()
+    kept = Kept(tensors)
     return kept, _Keep.apply(kept, *tensors)

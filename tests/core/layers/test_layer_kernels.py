@@ -223,6 +223,30 @@ def test_outputs_may_be_changed_in_place(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_a_norm_are_added_in_place(device: str) -> None:
+    """That of a residual behind it, as of a model's last layer: a view of other memory would need a third tensor."""
+    places, views = [], []
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, factor):  # type: ignore[no-untyped-def]
+            ctx.factor = factor
+            return x * factor
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            views.append(grad._base is not None)
+            places.append(grad.data_ptr())
+            return grad * ctx.factor, None
+
+    hidden = Scaled.apply(torch.randn(2, 3, 64, device=device, requires_grad=True), 3.0)
+    out = rms_norm(hidden + Scaled.apply(hidden, 3.0), torch.ones(64, device=device), eps=1e-6, implementation="triton")
+    out.square().sum().backward()
+    assert views == [False, False]
+    assert places[0] == places[1] or device == "cpu"  # the interpreter holds what its kernels were given
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_nothing_in_nothing_out(device: str) -> None:
     empty = torch.empty(0, 16, device=device, requires_grad=True)
     rms_norm(empty, torch.ones(16, device=device), eps=1e-5, implementation="triton").sum().backward()

@@ -12,6 +12,7 @@ import torch
 from conftest import batch_of, loss_and_grads, tiny_gemma, tiny_llama
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import unsloth_plugins
@@ -313,19 +314,32 @@ def test_the_recompute_stops_at_the_mlp(early_stop: bool, monkeypatch: pytest.Mo
 
 
 def test_the_next_layers_input_comes_when_the_mlp_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under ``min_memory``, where a layer's memory peaks in its MLP; with equal gradients."""
+    """Under ``min_memory``, and when the gradient that the MLP gave was added to the residual's and is freed."""
     stock = adapted(tiny_llama(num_hidden_layers=3), MLP)
     ours = copy.deepcopy(stock)
     for model in (stock, ours):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     applied = unsloth_plugins.apply(ours, **OFF, memory_policy="min_memory", offload_min_bytes=1)
     events: list[str] = []
-    for name in ("unpack", "tail_is_over"):
-        real = getattr(applied.store, name)
-        monkeypatch.setattr(applied.store, name, lambda *a, n=name, f=real: (events.append(n), f(*a))[1])
+    given: list[StorageWeakRef] = []
+
+    def told() -> None:
+        events.append("freed" if given and given.pop().expired() else "alive")
+
+    real_backward, real_unpack = tiled_mlp._backward, applied.store.unpack
+
+    def backward(*args: Any) -> Any:
+        dx_NI, grads = real_backward(*args)
+        assert dx_NI is not None
+        given.append(StorageWeakRef(dx_NI.untyped_storage()))
+        return dx_NI, grads
+
+    monkeypatch.setattr(tiled_mlp, "_backward", backward)
+    monkeypatch.setattr(applied.store, "unpack", lambda packed: (events.append("unpack"), real_unpack(packed))[1])
+    monkeypatch.setattr(applied.store, "tail_is_over", told)
     want, got = (loss_and_grads(model, **batch_of(2, 9)) for model in (stock, ours))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert events == ["unpack", "tail_is_over"] * 3
+    assert events == ["unpack", "freed"] * 3
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
