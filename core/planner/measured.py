@@ -41,11 +41,11 @@ h200-2026-12-02-memory.json H200 gpt-oss-20b mxfp4 triton 15 8192 15198.5
 h200-2026-12-02-memory.json H200 gpt-oss-20b mxfp4 triton 15 16384 15226.8
 h200-2026-12-02-step-mistral.json H200 mistral-7b nf4 sdpa 79 8192 13319.5
 h200-2026-12-02-step-mistral.json H200 mistral-7b nf4 triton 79 8192 12265.4
-h200-2026-12-03-step-mistral.json H200 mistral-7b nf4 sdpa 79 32768 8607.0
+h200-2026-12-02-step-mistral.json H200 mistral-7b nf4 sdpa 79 32768 8325.7
 h200-2026-12-02-step-mistral.json H200 mistral-7b nf4 triton 79 32768 6747.6
-h200-2026-12-03-step-mistral.json H200 mistral-7b nf4 fa4 79 65536 5829.8
-h200-2026-12-03-step-mistral.json H200 mistral-7b nf4 triton 79 65536 3971.6
-h200-2026-12-03-step.json H200 gpt-oss-20b mxfp4 fa4 79 65536 12099.1
+h200-2026-12-03-step-mistral.json H200 mistral-7b nf4 fa4 79 65536 5722.6
+h200-2026-12-03-step-mistral.json H200 mistral-7b nf4 triton 79 65536 4214.5
+h200-2026-12-03-step.json H200 gpt-oss-20b mxfp4 fa4 79 65536 12143.2
 h200-2026-12-03-step.json H200 gpt-oss-20b mxfp4 triton 79 65536 9438.4
 """  # written by `make measured`
 
