@@ -48,7 +48,6 @@ LEFT_OUT: dict[tuple[str, str, str, int], str] = {
     ("h200-2026-12-02-step-fa4.json", "ours_triton", "auto", 8192): _SHARED,
     ("h200-2026-12-02-step-fa4.json", "ours_triton", "auto", 32768): _FRAMES,
     ("h200-2026-12-02-step-mistral.json", "ours_triton", "auto", 32768): _FRAMES,
-    ("h200-2026-12-03-longest.json", "ours", "min_memory", 131072): "streamed experts, seen once and not yet explained",
     ("h200-2026-12-02-step-mistral.json", "ours", "auto", 32768): _FRAMES,
     ("h200-2026-12-03-step.json", "ours_triton", "auto", 65536): _FRAMES,
 }

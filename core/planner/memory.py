@@ -137,12 +137,25 @@ def with_weights_placed(shape: ModelShape, setup: Setup, tokens: int, device_byt
     streams = False
     if setup.dtype == "mxfp4" and device_bytes is not None:
         adapters = shape.layers * adapter_parameters(shape, setup)
-        a_layer = shape.experts * sum(inputs * outputs for inputs, outputs in shape.expert_linears()) * HALF
-        free = device_bytes - base_bytes(shape, setup) - adapters * FULL
-        resident = replace(setup, config=replace(setup.config, weights="resident"))
-        need = RESERVED * (least_bytes(shape, resident, tokens) + STATES_ADAM * adapters)
-        streams = free < max(2 * a_layer + TRAINED_BYTES * adapters, need)
+        need = RESERVED * (least_bytes(shape, _resident(setup), tokens) + STATES_ADAM * adapters)
+        streams = _streams_from_the_start(shape, setup, device_bytes) or _free_bytes(shape, setup, device_bytes) < need
     return replace(setup, config=replace(setup.config, weights="streamed" if streams else "resident"))
+
+
+def _resident(setup: Setup) -> Setup:
+    return replace(setup, config=replace(setup.config, weights="resident"))
+
+
+def _free_bytes(shape: ModelShape, setup: Setup, device_bytes: int) -> int:
+    """Beside the model and its adapters."""
+    return device_bytes - base_bytes(shape, setup) - shape.layers * adapter_parameters(shape, setup) * FULL
+
+
+def _streams_from_the_start(shape: ModelShape, setup: Setup, device_bytes: int) -> bool:
+    """Whether ``apply`` already puts packed experts on the host."""
+    a_layer = shape.experts * sum(inputs * outputs for inputs, outputs in shape.expert_linears()) * HALF
+    trained = shape.layers * adapter_parameters(shape, setup)
+    return _free_bytes(shape, setup, device_bytes) < 2 * a_layer + TRAINED_BYTES * trained
 
 
 def base_bytes(shape: ModelShape, setup: Setup) -> int:
@@ -372,7 +385,7 @@ class Peak:
 
     Attributes:
         device_bytes: in tensors at that moment.
-        moment: ``loss``, ``layer N`` or ``optimizer``.
+        moment: ``loss``, ``layer N``, ``optimizer``, or before the experts leave the device.
         terms: what the bytes are.
         host_bytes: of layer inputs that wait in host memory.
         streamed_bytes: of weights there.
@@ -476,7 +489,24 @@ def predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | No
         spend: under ``memory_policy="auto"``, with what is left spent on layers without a checkpoint; otherwise the
             least that the policy can do with.
     """
-    setup = with_weights_placed(shape, setup, tokens, device_bytes)
+    asked, setup = setup, with_weights_placed(shape, setup, tokens, device_bytes)
+    if device_bytes is not None and asked.config.weights == "auto" and _streams(setup):
+        return _after_giving_way(shape, asked, device_bytes, _predict(shape, setup, tokens, device_bytes, spend))
+    return _predict(shape, setup, tokens, device_bytes, spend)
+
+
+def _after_giving_way(shape: ModelShape, setup: Setup, device_bytes: int, peak: Peak) -> Peak:
+    """The peak of the step before which packed experts leave the device: they are still there when it begins."""
+    if _streams_from_the_start(shape, setup, device_bytes):
+        return peak
+    terms = {name: size for name, size in fixed_terms(shape, _resident(setup)).items() if size}
+    if (before := sum(terms.values())) <= peak.device_bytes:
+        return peak
+    return replace(peak, device_bytes=before, moment="before the experts leave the device", terms=terms)
+
+
+def _predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | None, spend: bool) -> Peak:
+    """``predict`` with the weights in their place."""
     least = step_peak(shape, setup, tokens, least_plan(shape, setup, tokens))
     if device_bytes is None or not spend or setup.config.memory_policy != "auto":
         return least

@@ -16,6 +16,7 @@ from conftest import tiny_gpt_oss, tiny_llama
 from peft import LoraConfig, get_peft_model
 
 import unsloth_plugins
+from unsloth_plugins.core.config import UnslothConfig
 from unsloth_plugins.core.errors import ConfigError, ModelError, UnsupportedError
 from unsloth_plugins.core.mxfp4 import pack_experts
 from unsloth_plugins.core.offload.policy import Plan
@@ -193,6 +194,13 @@ def test_the_newest_of_equal_rows_counts(tmp_path: Path) -> None:
         (8192, 3.0),
         (512, row["peak_gib"]),
     ]
+    single = [row | {"steps": 1, "peak_gib": 4.0, "ctx": ctx} for ctx in (8192, 1024)]
+    (tmp_path / "h200-2026-12-05.json").write_text(json.dumps(single))
+    assert {(found["ctx"], found["peak_gib"]) for found in planner_rows.newest(tmp_path)} == {
+        (8192, 3.0),
+        (512, row["peak_gib"]),
+        (1024, 4.0),
+    }
 
 
 @pytest.mark.parametrize("change", [{"impl": "ours_flex"}, {"trainable_params": 1}])
@@ -342,6 +350,20 @@ def test_streamed_weights_leave_room() -> None:
     assert not resident.fits and 'weights="streamed"' in [remedy.change for remedy in resident.remedies]
     with pytest.raises(ConfigError, match="streamed"):
         plan("mistral-7b", dtype="nf4", weights="streamed")
+
+
+def test_a_step_before_which_the_experts_leave_begins_with_them() -> None:
+    """Unless `apply` put them on the host: then no step sees them."""
+    shape = BUILT_IN["gpt-oss-20b"]
+    sparing = UnslothConfig(memory_policy="min_memory")
+    setup = Setup("mxfp4", config=sparing)
+    streamed = Setup("mxfp4", config=replace(sparing, weights="streamed"))
+    resident = memory.fixed_terms(shape, Setup("mxfp4", config=replace(sparing, weights="resident")))
+    short, longer = (predict(shape, setup, tokens, 23 * GIB) for tokens in (131_072, 262_144))
+    assert short.moment == "before the experts leave the device" and short.device_bytes == sum(resident.values())
+    assert longer == predict(shape, streamed, 262_144, 23 * GIB) and longer.device_bytes > short.device_bytes
+    assert predict(shape, setup, 16_384, 15 * GIB) == predict(shape, streamed, 16_384, 15 * GIB)
+    assert predict(shape, setup, 131_072, 79 * GIB).streamed_bytes == 0
 
 
 def test_pairs_halve_what_waits_on_the_host() -> None:
