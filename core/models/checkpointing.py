@@ -123,7 +123,8 @@ class Checkpointing:
         if self._foreign is not None:
             return Row(self.feature, "left alone", _whose(self._foreign))
         if not self.on:
-            detail = "off so far; follows the trainer, where gradient_checkpointing=True buys long context"
+            detail = "off so far; long context wants it: gradient_checkpointing=True of the trainer or of these options"
+            detail += ", or model.gradient_checkpointing_enable()"
             return Row(self.feature, "left alone", detail)
         chosen = f"; {self.budget.describe()}" if self.budget is not None and self.budget.plan is not None else ""
         which = ", of every second layer" if self.config.checkpoint_pairs else ""
