@@ -15,6 +15,7 @@ PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 	$(BIN)/pip install -q $(TORCH)
 	$(if $(strip $(TRITON)),$(BIN)/pip install -q --no-deps $(TRITON))
 	$(BIN)/pip install -q -e '.[dev]'
+	rm -rf *.egg-info  # a by-product; in this folder another environment's torch would load what it names
 	touch $@
 
 train: .venv/.ready
@@ -34,6 +35,7 @@ test-all: test test-slow test-axolotl
 	.venv-axolotl/bin/pip install -q --no-deps $(TRITON)
 	.venv-axolotl/bin/pip install -q $(AXOLOTL) 'lightning>=2.6' matplotlib pytest pytest-timeout 'setuptools>=77'
 	.venv-axolotl/bin/pip install -q --no-deps -e .
+	rm -rf *.egg-info
 	touch $@
 
 test-axolotl: .venv-axolotl/.ready
@@ -51,6 +53,7 @@ test-newest:
 	.venv-newest/bin/pip install -q -U --upgrade-strategy only-if-needed $(NEWEST)
 	.venv-newest/bin/pip install -q bitsandbytes 'jsonargparse[signatures]' pytest pytest-timeout 'setuptools>=77'
 	.venv-newest/bin/pip install -q --no-deps -e .
+	rm -rf *.egg-info
 	.venv-newest/bin/pip list | grep -iwE 'torch|lightning|transformers|peft|trl|accelerate'
 	HF_HUB_OFFLINE=1 .venv-newest/bin/python -m pytest -q -m "not gpu" tests/hf_trainer tests/lightning
 

@@ -34,7 +34,8 @@ def continuations(folder: Path, model: Path, lora: Path | None = None) -> list[d
     env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     env |= {"VLLM_NO_USAGE_STATS": "1"}
     line = [str(PYTHON), str(script), str(folder / "job.json"), str(folder / "out.json")]
-    done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=280)
+    # In the project's own folder an editable install may have left metadata that vLLM's torch can't follow.
+    done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=280, cwd=folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads((folder / "out.json").read_text())
 
