@@ -102,7 +102,8 @@ class PackedWeights:
         self._why, self._embedding = why, ""
 
     def send(self, why: str, patches: PatchSet) -> None:
-        """Keep them on the host from now on."""
+        """Keep them on the host from now on. What they took goes back to the device: between other weights, torch's
+        allocator would hold it in pieces that a long step's tensors do not fit."""
         self.stream, self._why = WeightStream(), why
         for index, experts in enumerate(self.layers):
             _stream_experts(experts, self.stream, index, patches)
@@ -112,6 +113,7 @@ class PackedWeights:
             self._embedding = f"; the embedding, {size / 2**30:.2f} GiB, there too"
         else:
             self._embedding = f"; the embedding stays with the model: {reason}"
+        torch.cuda.empty_cache()
 
     def bring_back(self) -> None:
         """Put streamed ones where the model is. To be called before their patches are undone."""

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import batch_of, loss_and_grads, tiny_gpt_oss, tiny_llama
+from live_bytes import LiveBytes
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from simulated_copies import SimulatedCopies, stream_through_copies
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from unsloth_plugins.core import applied_to, apply
 from unsloth_plugins.core.errors import ConfigError, UnsupportedError
@@ -22,7 +24,7 @@ from unsloth_plugins.core.experts import ExpertLora, fused
 from unsloth_plugins.core.layers.swiglu import GPT_OSS
 from unsloth_plugins.core.models.binding import ModelParts
 from unsloth_plugins.core.models.gpt_oss import GPT_OSS as BINDING
-from unsloth_plugins.core.models.streaming import choose_weights
+from unsloth_plugins.core.models.streaming import PackedWeights, choose_weights
 from unsloth_plugins.core.mxfp4 import PackedWeight, encode, load_mxfp4, pack_experts
 from unsloth_plugins.core.mxfp4.weight import HostWeight
 from unsloth_plugins.core.offload.weights import StreamedPiece, WeightStream
@@ -218,6 +220,48 @@ def test_auto_streams_before_a_step_that_is_too_long(copies: SimulatedCopies, mo
     assert _equal(loss_and_grads(model, **short), want[0])
     applied.undo()
     assert all(p.device.type == "cpu" for p in _bytes(model).values())
+
+
+def test_experts_leave_before_the_long_step_has_tensors_and_come_back_once(
+    copies: SimulatedCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted: none of the step is there when they leave, and nothing holds their bytes when its first module runs."""
+    model = _with_adapters(gradient_checkpointing=True)
+    applied = applied_to(model)
+    assert applied is not None
+    short, long = batch_of(1, 16), batch_of(1, 512)
+    want, before = loss_and_grads(model, **long), {name: p.clone() for name, p in _bytes(model).items()}
+    identities = [id(p) for p in model.parameters()]
+    applied._longest, card = 0, _Card(10**9, 10**8)
+    monkeypatch.setattr(sys.modules[apply.__module__], "DeviceMemory", lambda: card)
+    loss_and_grads(model, **short)
+    model.zero_grad()
+    card.bytes = 10**8, 10**8
+    there = [StorageWeakRef(p.untyped_storage()) for p in _bytes(model).values()]
+    left: list[int] = []
+    found: list[tuple[int, int]] = []
+    send, lookup = PackedWeights.send, model.get_input_embeddings()
+    with LiveBytes(*model.parameters(), *long.values()) as alive:
+
+        def noted(self: PackedWeights, why: str, patches: Any) -> None:
+            left.append(alive.now())
+            send(self, why, patches)
+
+        monkeypatch.setattr(PackedWeights, "send", noted)
+        lookup.register_forward_pre_hook(
+            lambda *_: found.append((sum(not each.expired() for each in there), alive.now()))
+        )
+        model(**long).loss.backward()
+        model.zero_grad()
+    host = sum(p.nbytes for p in _bytes(model).values()) + lookup.weight.nbytes
+    assert len(left) == 1 and left[0] < 512 * 64 * 4, "less than one layer's input"
+    assert found[0][0] == 0 and found[0][1] - left[0] < 1.1 * host, "moved, not copied"
+    applied.undo()
+    assert [id(p) for p in model.parameters()] == identities and applied.stream is not None
+    assert applied.stream.host_bytes == 0
+    assert all(torch.equal(p, before[name]) for name, p in _bytes(model).items())
+    apply(model, weights="resident", gradient_checkpointing=True)
+    assert _equal(loss_and_grads(model, **long), want)
 
 
 def test_decoded_weights_that_would_be_dropped_are_no_reason_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:

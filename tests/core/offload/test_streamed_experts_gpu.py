@@ -173,3 +173,22 @@ def test_auto_looks_at_the_memory_that_is_left() -> None:
         assert apply(model, loss=None).stream is not None
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_the_device_has_the_memory_of_experts_that_leave() -> None:
+    """Not torch's allocator, in pieces between what stays."""
+    torch.cuda.empty_cache()
+    options = dict(num_hidden_layers=4, hidden_size=1024, intermediate_size=1024, num_local_experts=32)
+    base = pack_experts(tiny_gpt_oss(**options)).bfloat16().cuda()
+    model = get_peft_model(base, LoraConfig(r=8, target_modules=EVERYTHING)).cuda()
+    applied = apply(model, gradient_checkpointing=True)
+    assert applied.stream is None and applied._weights is not None
+    packed = [p for p in model.parameters() if p.dtype == torch.uint8]
+    torch.cuda.empty_cache()
+    reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    n_bytes = sum(p.nbytes for p in packed)
+    applied._weights.send("asked for", applied._patches)
+    assert allocated - torch.cuda.memory_allocated() >= n_bytes
+    assert reserved - torch.cuda.memory_reserved() >= 0.9 * n_bytes
+    applied.undo()
+    assert all(p.is_cuda for p in packed) and torch.cuda.memory_allocated() >= allocated - 2**20
