@@ -46,9 +46,9 @@ class Term:
     scaling: float
     n_experts: int = 1
 
-    def rows(self, begin: int, end: int | None, device: torch.device) -> torch.Tensor:
-        """Rows of what is added, in float32."""
-        a, b = (factor.to(device) for factor in self.factors())
+    def rows(self, factors: Sequence[torch.Tensor], begin: int, end: int | None) -> torch.Tensor:
+        """Rows of what is added, in float32, on the device of ``factors``, which are those of this term."""
+        a, b = factors
         if self.layout == "linear":
             return (b[begin:end] @ a) * self.scaling
         if self.layout in ("transposed", "embedding"):

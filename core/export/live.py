@@ -184,8 +184,9 @@ def _same_before_start(here: Base, there: Base, folder: Path) -> bool:
             before = left.float()
             rounding = before.abs() / 2
             for term in change.terms:  # not in place: these are live weights
-                before = before - second_half(term).rows(row, row + 1, before.device)
-                rounding = rounding + second_half(term, magnitudes=True).rows(row, row + 1, before.device)
+                start, largest = second_half(term), second_half(term, magnitudes=True)
+                before = before - start.rows(start.factors(), row, row + 1)
+                rounding = rounding + largest.rows(largest.factors(), row, row + 1)
             want = there.read(name, row, row + 1).cpu().to(left.dtype).float()
             rounding = rounding * torch.finfo(left.dtype).eps
             if ((before - want).abs() > rounding + _NOISE * want.abs().max()).any():

@@ -31,6 +31,7 @@ class Merged:
     def __init__(self, base: Base, adapters: Sequence[Adapter] = ()) -> None:
         self.base = base
         self.changes: dict[str, Changes] = {}
+        self._factors: tuple[str | None, list[list[torch.Tensor]]] = None, []  # of the tensor read last
         for adapter in adapters:
             adapter.collect(base, self.changes)
         self.tied = base.tied
@@ -120,8 +121,8 @@ class Merged:
                 if begin <= row < stop:
                     before[row - begin] = values[number]
         after = before
-        for term in change.terms:
-            after = after + term.rows(begin, end, self.base.device)
+        for term, factors in zip(change.terms, self._factors_of(name, change), strict=True):
+            after = after + term.rows(factors, begin, end)
         if not after.isfinite().all():
             raise ExportError(
                 expected=f"finite numbers in {name} with the adapters added",
@@ -129,6 +130,13 @@ class Merged:
                 remedy="Its training diverged, or a file is damaged: take an earlier checkpoint.",
             )
         return before, after
+
+    def _factors_of(self, name: str, change: Changes) -> list[list[torch.Tensor]]:
+        """A and B of every term, on the base's device; read once for all the pieces of a tensor."""
+        if self._factors[0] != name:
+            self._factors = None, []  # first: two tensors' need not fit
+            self._factors = name, [[one.to(self.base.device) for one in term.factors()] for term in change.terms]
+        return self._factors[1]
 
 
 def _same_whole(head: Changes, embedding: Changes) -> bool:

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from unsloth_plugins.core.errors import ConflictError, ExportError
 from unsloth_plugins.core.export import merge, merge_model
 from unsloth_plugins.core.export.folder import appearing, cleaned_config
-from unsloth_plugins.core.export.tensors import Progress
+from unsloth_plugins.core.export.tensors import FileTensors, Progress
 
 MERGE = """
 import os, signal, sys
@@ -65,6 +65,26 @@ def _large(folder: Path, layers: int = 12, size: int = 2048) -> tuple[Path, Path
     config = {"peft_type": "LORA", "lora_alpha": 16, "r": 16, "target_modules": ["q_proj"]}
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(base)}))
     return base, adapter
+
+
+def test_an_adapter_is_read_once_however_many_pieces_its_tensors_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of gpt-oss each expert is a piece: reading all experts' factors for each one would be quadratic."""
+    base, adapter = _large(tmp_path, layers=1)
+    seen: list[str] = []
+    read = FileTensors.read_numbers
+
+    def noted(self: FileTensors, name: str, begin: int, end: int) -> torch.Tensor:
+        seen.extend([name] * (".lora_" in name))
+        return read(self, name, begin, end)
+
+    monkeypatch.setattr(FileTensors, "read_numbers", noted)
+    pieces: list[str] = []
+    merge(base, adapter, tmp_path / "merged", progress=lambda done, total, name: pieces.append(name))
+    assert pieces.count("model.layers.0.self_attn.q_proj.weight") > 2
+    stem = "base_model.model.model.layers.0.self_attn.q_proj"
+    assert sorted(seen) == [f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"]
 
 
 def _digest(folder: Path) -> dict[str, str]:
