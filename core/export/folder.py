@@ -76,7 +76,7 @@ def check_new(target: Path) -> None:
     Raises:
         ExportError: it is.
     """
-    if target.exists():
+    if os.path.lexists(target):  # a link to nothing too
         raise ExportError(
             expected="an output that does not exist yet", got=str(target), remedy="Remove it, or choose another name."
         )

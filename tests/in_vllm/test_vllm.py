@@ -42,12 +42,18 @@ def continuations(folder: Path, model: Path, lora: Path | None = None) -> list[d
 
 @torch.no_grad()
 def assert_as_in_transformers(found: list[dict[str, Any]], merged: Path, other: Path) -> None:
-    """First log probabilities are those of the merged model, and further from those of the base."""
+    """First log probabilities are those of the merged model, and further from those of the base.
+
+    vLLM computes in bfloat16: it may be off by twice as much as transformers is, which does so too.
+    """
     want, base = (reload(folder) for folder in (merged, other))
+    rounded = reload(merged, torch.bfloat16)
     for ids, one in zip(PROMPTS, found, strict=True):
-        near, far = (model(torch.tensor([ids])).logits[0, -1].log_softmax(-1) for model in (want, base))
+        models = (want, base, rounded)
+        near, far, bf16 = (model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1) for model in models)
+        rounding = (bf16 - near).abs().max().item()
         first = {int(token): value for token, value in one["logprobs"][0].items()}
-        assert max(abs(value - near[token].item()) for token, value in first.items()) < 0.05
+        assert max(abs(value - near[token].item()) for token, value in first.items()) < 2 * rounding < 0.15
         assert max(abs(value - far[token].item()) for token, value in first.items()) > 0.2
         assert one["tokens"][0] == near.argmax().item()
 

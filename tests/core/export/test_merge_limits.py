@@ -350,8 +350,10 @@ def test_an_output_that_exists_or_is_being_written_is_refused(tmp_path: Path) ->
     with appearing(tmp_path / "out"):
         with pytest.raises(ConflictError, match="another one"):
             merge(base, tmp_path / "adapter", tmp_path / "out")
-    with pytest.raises(ExportError, match="does not exist yet"):
-        merge(base, tmp_path / "adapter", tmp_path / "out")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for there in ("out", "link"):
+        with pytest.raises(ExportError, match="does not exist yet"):
+            merge(base, tmp_path / "adapter", tmp_path / there)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
