@@ -490,14 +490,9 @@ def predict(shape: ModelShape, setup: Setup, tokens: int, device_bytes: int | No
             least that the policy can do with.
     """
     asked, setup = setup, with_weights_placed(shape, setup, tokens, device_bytes)
-    if device_bytes is not None and asked.config.weights == "auto" and _streams(setup):
-        return _after_giving_way(shape, asked, device_bytes, _predict(shape, setup, tokens, device_bytes, spend))
-    return _predict(shape, setup, tokens, device_bytes, spend)
-
-
-def _after_giving_way(shape: ModelShape, setup: Setup, device_bytes: int, peak: Peak) -> Peak:
-    """The peak of the step before which packed experts leave the device: they are still there when it begins."""
-    if _streams_from_the_start(shape, setup, device_bytes):
+    peak = _predict(shape, setup, tokens, device_bytes, spend)
+    leave = asked.config.weights == "auto" and _streams(setup)
+    if device_bytes is None or not leave or _streams_from_the_start(shape, asked, device_bytes):
         return peak
     terms = {name: size for name, size in fixed_terms(shape, _resident(setup)).items() if size}
     if (before := sum(terms.values())) <= peak.device_bytes:
