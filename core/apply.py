@@ -22,6 +22,7 @@ from unsloth_plugins.core.models.binding import ModelParts, is_layer
 from unsloth_plugins.core.models.causal_lm import chunk_unlabelled, chunked_losses, take_loss, unpatch_loss
 from unsloth_plugins.core.models.checkpointing import Checkpointing
 from unsloth_plugins.core.models.experts import TakenExperts, keep_decoded, patch_expert_wrappers, take_experts
+from unsloth_plugins.core.models.hub_kernels import HubKernels
 from unsloth_plugins.core.models.layers import mlp_holding_bytes, take_layers
 from unsloth_plugins.core.models.lora import keep_unpacked, take_lora
 from unsloth_plugins.core.models.search import ModuleSearch
@@ -37,7 +38,7 @@ from unsloth_plugins.core.report import Reported, Row, table
 logger = logging.getLogger("unsloth_plugins")
 
 _APPLIED = "_unsloth_applied"
-_SMOOTHING = "label smoothing"
+_SMOOTHING, _EVAL = "label smoothing", "eval mode"
 
 
 class Applied:
@@ -50,7 +51,7 @@ class Applied:
         store: where checkpointed activations wait; has the host byte counts.
         budget: under ``memory_policy="auto"``, what chooses the layers that are not checkpointed.
         checkpointing: whether layers are checkpointed.
-        tokens_seen: tokens (padding included) that went through the decoder in training mode.
+        tokens_seen: tokens (padding included) that went through the decoder in training mode or with gradients.
         last_tokens: of the last such forward with gradients.
     """
 
@@ -65,6 +66,7 @@ class Applied:
         self._reported: dict[str, Reported] = {}
         self._layers = ModuleSearch(parts.decoder, is_layer)
         self._patches, self._configs = PatchSet(), ConfigSwap()
+        self._hub_kernels = HubKernels(model)
         self._weights: PackedWeights | None = None
         self._adapters: tuple[str, ...] = ()
         self._hook: torch.utils.hooks.RemovableHandle | None = None
@@ -142,6 +144,7 @@ class Applied:
             self._weights.bring_back()
         self.checkpointing.undo()
         self._patches.undo()
+        self._hub_kernels.switch_on()
         if self._hook is not None:
             self._hook.remove()
         del vars(self.parts.causal_lm)[_APPLIED]
@@ -196,6 +199,8 @@ class Applied:
     def _run(self) -> None:
         vars(self.parts.causal_lm)[_APPLIED] = self
         try:
+            if (switched := self._hub_kernels.switch_off()) is not None:
+                self._note(switched)
             check_targets(self.parts)
             missing_adapters(self.parts)
             if self.config.weights == "streamed":
@@ -259,24 +264,39 @@ class Applied:
         warn("Packed experts go to host memory: %s.", why)
 
     def _before_decoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.budget is not None and not (module.training and torch.is_grad_enabled()):
+        grads = torch.is_grad_enabled()
+        if self.budget is not None and not (module.training and grads):
             self.budget.rest()
-        if not module.training:
+        if not module.training and not (grads and any(p.requires_grad for p in module.parameters())):
             return
         if _adapter_names(self.parts.causal_lm) != self._adapters:
             self.sync_lora()
         tokens, device = _tokens_of(args, kwargs)
         self.tokens_seen += tokens
-        if torch.is_grad_enabled():
-            self.sync_checkpointing()
-            self._make_room(tokens)
-            if not self.last_tokens and tokens:
-                check_possible(self, tokens)
-            if self.budget is not None:
-                if device.type == "cuda" and not any(layer.experts for layer in self.parts.layers):
-                    self.budget.holding_bytes = mlp_holding_bytes(self.parts.decoder, self._layers(), device)
-                self.budget.begin(device, tokens)
-            self.last_tokens = tokens
+        if not grads:
+            return
+        self.sync_checkpointing()
+        if not module.training:
+            self._warn_of_eval_mode()
+            return  # nothing is checkpointed, so nothing is to be planned
+        self._make_room(tokens)
+        if not self.last_tokens and tokens:
+            check_possible(self, tokens)
+        if self.budget is not None:
+            if device.type == "cuda" and not any(layer.experts for layer in self.parts.layers):
+                self.budget.holding_bytes = mlp_holding_bytes(self.parts.decoder, self._layers(), device)
+            self.budget.begin(device, tokens)
+        self.last_tokens = tokens
+
+    def _warn_of_eval_mode(self) -> None:
+        if not self.checkpointing.on or _EVAL in self._reported:
+            return
+        self._note(Row(_EVAL, "on", "layers skip gradient checkpointing in it: call train() of the model"))
+        warn(
+            "%s trains in eval mode, in which its layers skip gradient checkpointing and dropout. from_pretrained "
+            "gives a model in eval mode: call train() of it.",
+            type(self.parts.causal_lm).__name__,
+        )
 
 
 def _adapter_names(causal_lm: nn.Module) -> tuple[str, ...]:
@@ -346,7 +366,7 @@ def apply(model: nn.Module, config: UnslothConfig | None = None, **options: Any)
 
     Raises:
         ConfigError: an option does not exist or has a wrong value.
-        ModelError: ``model`` is not a module, or was compiled or given Hub kernels.
+        ModelError: ``model`` is not a module, or was compiled, or has Hub kernels that transformers can't take back.
         UnsupportedError: something was asked for explicitly that this model or device can't do.
 
     The first training forward raises ``UnsupportedError`` where its batch is far from fitting on the device.
@@ -358,12 +378,6 @@ def apply(model: nn.Module, config: UnslothConfig | None = None, **options: Any)
             expected="a model that is not compiled",
             got="the result of torch.compile",
             remedy="Remove torch.compile; patched forwards and offloaded checkpointing break its graph.",
-        )
-    if getattr(parts.causal_lm, "use_kernels", False) is True:
-        raise ModelError(
-            expected="a model with transformers' own forwards",
-            got="use_kernels=True, which replaces them on every train() and eval()",
-            remedy="Load the model without use_kernels.",
         )
     before: Applied | None = vars(parts.causal_lm).get(_APPLIED)
     if before is not None:

@@ -267,7 +267,8 @@ def test_a_rotation_inside_a_module_of_the_package_kernels(family: str, monkeypa
     modeling = getattr(module, f"modeling_{family}")
     stock = build(family)
     wanted = loss_and_grads(stock, **batches("cpu")["plain"])
-    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", wrapped(modeling.apply_rotary_pos_emb))
+    if not isinstance(modeling.apply_rotary_pos_emb, nn.Module):  # where it is not installed
+        monkeypatch.setattr(modeling, "apply_rotary_pos_emb", wrapped(modeling.apply_rotary_pos_emb))
     binding._known.cache_clear()
     try:
         applied = unsloth_plugins.apply(stock, layers="reference")
