@@ -84,8 +84,20 @@ def _plain_head(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     return _through(state, state.previous, head, hidden)  # type: ignore[no-any-return]
 
 
-def _captured_head(head: nn.Module, autocast: bool, dtype: torch.dtype, hidden: torch.Tensor) -> torch.Tensor:
-    """The head under the autocast state in which the model called it."""
+def _captured_head(
+    head: nn.Module, versions: dict[nn.Parameter, int], autocast: bool, dtype: torch.dtype, hidden: torch.Tensor
+) -> torch.Tensor:
+    """The head under the autocast state in which the model called it, with the weights that it had then.
+
+    Raises:
+        UnsupportedError: an optimizer has changed them since.
+    """
+    if any(parameter._version != version for parameter, version in versions.items()):
+        raise UnsupportedError(
+            expected="logits to be read before the weights of the head that gives them change",
+            got="logits of a forward before the optimizer's step, which nobody has computed so far",
+            remedy="Read them before the step, with outputs.logits.detach() if they are for later, or set loss=None.",
+        )
     with torch.autocast(hidden.device.type, dtype=dtype if autocast else None, enabled=autocast):
         return _plain_head(head, hidden)
 
@@ -100,7 +112,9 @@ def _head_forward(self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: A
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     n_vocab: int = getattr(self, "out_features", None) or self.weight.shape[0]  # type: ignore
-    head = functools.partial(_captured_head, self, autocast, dtype)
+    parameters = self.parameters() if self._modules else self._parameters.values()  # most heads need no walk
+    versions = {each: each._version for each in parameters if each is not None and each.requires_grad}
+    head = functools.partial(_captured_head, self, versions, autocast, dtype)
     return LazyLogits(hidden, head, n_vocab, dtype, chunks=state.chunks)
 
 

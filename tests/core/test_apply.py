@@ -277,6 +277,42 @@ def test_logits_are_computed_only_when_read() -> None:
     assert inspect.signature(model.forward) == inspect.signature(ref.forward)
 
 
+def test_training_in_eval_mode_counts_tokens_and_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_llama().eval()
+    applied = apply(model, gradient_checkpointing=True)
+    batch = batch_of(2, 9)
+    with torch.no_grad():
+        model(**batch)
+    assert applied.tokens_seen == 0 and "eval mode" not in caplog.text
+    model(**batch).loss.backward()
+    model(**batch).loss.backward()
+    assert applied.tokens_seen == 2 * 18 and applied.report().count("eval mode") == 1
+    assert caplog.text.count("call train() of it") == 1
+    teacher = tiny_llama().eval().requires_grad_(False)
+    frozen = apply(teacher, gradient_checkpointing=True)
+    teacher(**batch)
+    assert frozen.tokens_seen == 0 and "eval mode" not in frozen.report()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_logits_first_read_after_a_step_are_those_of_the_forward_or_an_error(trained: bool) -> None:
+    model = tiny_llama().train()
+    model.lm_head.requires_grad_(trained)
+    apply(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    batch = batch_of(2, 9)
+    want = model(**batch).logits.detach()
+    out, read = model(**batch), model(**batch).logits.detach()
+    out.loss.backward()
+    optimizer.step()
+    assert torch.equal(read, want)
+    if trained:
+        with pytest.raises(UnsupportedError, match=r"before the optimizer's step.*logits\.detach"):
+            out.logits.argmax(-1)
+    else:
+        assert torch.equal(out.logits.detach(), want)
+
+
 def test_logits_read_without_gradients_first_still_have_them_later() -> None:
     model = tiny_llama()
     apply(model)
@@ -547,8 +583,25 @@ class TestErrors:
         with pytest.raises(UnsupportedError, match="dropout"):
             apply(model, attention="eager")
 
-    def test_kernels_from_the_hub(self) -> None:
+    def test_kernels_from_the_hub_that_stay(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(PreTrainedModel, "reset_kernels", raising=False)
         model = tiny_llama()
         model._use_kernels = True
         with pytest.raises(ModelError, match="use_kernels"):
             apply(model)
+
+    @pytest.mark.skipif(not hasattr(PreTrainedModel, "reset_kernels"), reason="this transformers can't switch them off")
+    @pytest.mark.parametrize("wrapped", [False, True])
+    def test_kernels_from_the_hub_are_off_until_undo(self, wrapped: bool) -> None:
+        model = tiny_llama().train()
+        model.use_kernels = True
+        before = {name: module.forward for name, module in model.named_modules()}
+        applied = apply(nn.ModuleDict({"inner": model}) if wrapped else model)
+        assert not model.use_kernels and "Hub kernels" in applied.report()
+        ours = {name: module.forward for name, module in model.named_modules()}
+        assert ours != before
+        for mode in (False, True):
+            assert {name: module.forward for name, module in model.train(mode).named_modules()} == ours
+        applied.undo()
+        assert model.use_kernels
+        assert {name: module.forward for name, module in model.named_modules()} == before
