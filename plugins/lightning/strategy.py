@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from unsloth_plugins.core.export import MergeReport, check_whole, merge_bar, mer
 from unsloth_plugins.core.models import recognise
 from unsloth_plugins.core.models.adapters import add_missing_adapters
 from unsloth_plugins.lightning.callback import MetricsMixin, expect_memory
+from unsloth_plugins.lightning.checkpoints import BASE_SUMS, ModuleWeights, Sum, reloadable
 from unsloth_plugins.lightning.models import (
     apply_to_module,
     check_precision,
@@ -51,8 +52,7 @@ class StrategyMixin(_Base):
         super().__init__(**others)
         self.quiet = quiet
         self.applied: tuple[Applied, ...] = ()
-        self._connected: Any = None  # the module that _trained is of; Lightning overwrites its own before connect
-        self._trained: set[str] = set()
+        self._left_out: dict[str, Sum] = {}  # of the checkpoint in the making
         self._trainer: Any = None
         self._metrics: MetricsMixin | None = None
 
@@ -79,12 +79,6 @@ class StrategyMixin(_Base):
 
     # --- lifecycle
 
-    def connect(self, model: Any) -> None:
-        """Lightning's, at the start of each run; what another module trained before is forgotten."""
-        if model is not self._connected:
-            self._connected, self._trained = model, set()
-        super().connect(model)
-
     def setup(self, trainer: Any) -> None:
         """Lightning's setup, in the middle of which ``model_to_device`` applies; then the report and the metrics."""
         self._trainer = trainer
@@ -97,8 +91,11 @@ class StrategyMixin(_Base):
         expect_memory(self.applied, trainer)
         if not self.quiet:
             self._info(report_of(self.applied))
-        if trainer.state.fn == "fit":
-            self._note_trained()
+        weights = ModuleWeights.of(self.lightning_module)
+        if trainer.state.fn != "fit":
+            weights.compare(self.lightning_module)
+        else:
+            weights.begin(self.lightning_module)
             self._metrics = self.metrics_class()
             self._metrics.applied, self._metrics.quiet = self.applied, self.quiet
             trainer.callbacks.insert(0, self._metrics)  # ahead of the progress bar, which shows what is logged
@@ -146,15 +143,20 @@ class StrategyMixin(_Base):
     # --- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What was trained, and buffers: everything but parameters that were frozen all the time."""
-        self._note_trained()
+        """What was trained, and whatever else is not loaded again with the base; see ``lightning.checkpoints``."""
         assert self.lightning_module is not None
-        frozen = self._frozen()
+        self._left_out = ModuleWeights.of(self.lightning_module).left_out(self.lightning_module)
         state: dict[str, Any] = super().lightning_module_state_dict()
-        return {key: value for key, value in state.items() if not _of_any(key, frozen)}
+        return {key: value for key, value in state.items() if not _of_any(key, self._left_out)}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Lightning's; sums of the weights that the checkpoint does without go along."""
+        if self._left_out:
+            checkpoint[BASE_SUMS] = self._left_out
+        super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Restore what a checkpoint holds. Frozen parameters may be missing from it: they are those of the base.
+        """Restore what a checkpoint holds. Weights of the base may be missing from it.
 
         Raises:
             ModelError: anything else is missing, or something is there that the module does not have.
@@ -165,30 +167,19 @@ class StrategyMixin(_Base):
             add_missing_adapters(recognise(model))  # those that setup would add come too late for this checkpoint
         stored = checkpoint["state_dict"]
         if strict:
-            frozen, known = self._frozen(), module.state_dict().keys()
-            missing = [key for key in known if key not in stored and not _of_any(key, frozen)]
+            base, known = reloadable(module), module.state_dict().keys()
+            missing = [key for key in known if key not in stored and not _of_any(key, base)]
             unknown = [key for key in stored if key not in known]
-            for what, keys in (("an unknown tensor", unknown), ("a trained tensor that the checkpoint lacks", missing)):
+            for what, keys in (("an unknown tensor", unknown), ("a tensor that the checkpoint lacks", missing)):
                 if keys:
                     raise ModelError(
-                        expected="a checkpoint with every trained tensor of this module, and no other",
+                        expected="a checkpoint with every tensor of this module but its frozen base, and no other",
                         got=f"{what}, {keys[0]}" + (f" and {len(keys) - 1} more" if len(keys) > 1 else ""),
                         remedy="Build the same adapters as in the run that wrote it, or set strict_loading = False on "
                         "the LightningModule.",
                     )
         module.load_state_dict(stored, strict=False)
-        self._trained.update(name for name, _ in _named_parameters(module) if name in stored)
-
-    def _note_trained(self) -> None:
-        """Remember what is trainable now, so that it is saved even if something freezes it later."""
-        self._trained.update(name for name, p in _named_parameters(self.lightning_module) if p.requires_grad)
-
-    def _frozen(self) -> set[str]:
-        return {
-            name
-            for name, p in _named_parameters(self.lightning_module)
-            if not p.requires_grad and name not in self._trained
-        }
+        ModuleWeights.of(module).restored(module, checkpoint, strict)
 
 
 class ShardingMixin(StrategyMixin):
@@ -281,12 +272,7 @@ class ShardingMixin(StrategyMixin):
             optimizer.load_state_dict(sharded_state(optimizer, state))
 
 
-def _named_parameters(module: Any) -> list[tuple[str, Any]]:
-    """Of tied parameters all names, as in a state dict."""
-    return list(module.named_parameters(remove_duplicate=False))
-
-
-def _of_any(key: str, parameters: set[str]) -> bool:
+def _of_any(key: str, parameters: Collection[str]) -> bool:
     """Whether ``key`` names one of ``parameters``, or what a quantizer keeps below it (``weight.absmax``)."""
     return key in parameters or any(key[:end] in parameters for end in _dots(key))
 

@@ -10,11 +10,14 @@ import pytest
 import torch
 from conftest import batch_of, tiny_gpt_oss, tiny_llama
 from fitting import EXPERTS, batches, lora, module_of, root_of, trainer_of
+from peft import LoraConfig
+from transformers import LlamaForCausalLM
 
 import unsloth_plugins
 import unsloth_plugins.lightning
 from unsloth_plugins.core.errors import ModelError
 from unsloth_plugins.core.mxfp4 import pack_experts
+from unsloth_plugins.lightning.checkpoints import sums
 
 pl = root_of("lightning.pytorch")
 README = Path(unsloth_plugins.lightning.__file__).with_name("README.md")
@@ -117,7 +120,8 @@ def test_what_was_trained_and_then_frozen_is_saved_too(tmp_path: Path) -> None:
 
 def test_a_trainer_used_again_saves_what_its_last_module_trained(tmp_path: Path) -> None:
     trainer, _ = fit(tiny_llama, tmp_path, 1)
-    head = module_of(pl, lambda: tiny_llama().requires_grad_(False))
+    tiny_llama().save_pretrained(tmp_path / "base")
+    head = module_of(pl, lambda: LlamaForCausalLM.from_pretrained(tmp_path / "base").requires_grad_(False))
     head.model.lm_head.requires_grad_(True)
     trainer.fit_loop.epoch_loop.max_steps = 2
     trainer.fit(head, batches())
@@ -132,6 +136,118 @@ def test_a_module_that_is_evaluated_in_between_keeps_what_it_trained(tmp_path: P
     trainer.validate(module, batches(1), verbose=False)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     assert "model.lm_head.weight" in torch.load(tmp_path / "one.ckpt", weights_only=False)["state_dict"]
+
+
+def test_what_an_earlier_trainer_trained_is_saved_after_it_was_frozen(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "base")
+    _, module = fit(lambda: LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path, 1)
+    module.model.model.requires_grad_(False)
+    second = trainer_of(pl, tmp_path, strategy="unsloth", max_steps=1)
+    second.fit(module, batches())
+    second.save_checkpoint(tmp_path / "two.ckpt")
+    stored = torch.load(tmp_path / "two.ckpt", weights_only=True)["state_dict"]
+    assert stored.keys() == module.state_dict().keys()
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_frozen_weights_that_nothing_else_holds_are_saved_and_restored(by_data: bool, tmp_path: Path) -> None:
+    """A teacher that follows its student, a random projection, an adapter that is only compared with."""
+    tiny_llama().save_pretrained(tmp_path / "base")
+
+    class Distilled(pl.LightningModule):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.model = lora(LlamaForCausalLM.from_pretrained(tmp_path / "base")).train()
+            torch.manual_seed(seed)
+            self.model.add_adapter("reference", LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False))
+            self.teacher = LlamaForCausalLM.from_pretrained(tmp_path / "base").requires_grad_(False)
+            self.projection = torch.nn.Linear(64, 64).requires_grad_(False)
+
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            out = self.model(**batch)
+            return out.loss + (out.logits - self.teacher(input_ids=batch["input_ids"]).logits).square().mean()
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            weight = self.teacher.model.layers[1].mlp.up_proj.weight
+            (weight.data if by_data else weight.detach()).mul_(0.5)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    module = Distilled(1)
+    trainer = trainer_of(pl, tmp_path, strategy="unsloth", max_steps=2)
+    trainer.fit(module, batches())
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    saved = torch.load(tmp_path / "two.ckpt", weights_only=True)["state_dict"]
+    teachers = {name for name in saved if name.startswith("teacher.")}
+    assert teachers == {"teacher.model.layers.1.mlp.up_proj.weight"}
+    assert {"projection.weight", "projection.bias"} < saved.keys()
+    assert not any("base_layer" in name or "norm" in name for name in saved)
+
+    again = Distilled(2)
+    assert not torch.equal(again.projection.weight, module.projection.weight)
+    trainer = trainer_of(pl, tmp_path, strategy="unsloth", max_steps=2)  # it has been: nothing trains
+    trainer.fit(again, batches(), ckpt_path=tmp_path / "two.ckpt")
+    wanted = module.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in again.state_dict().items())
+    trainer.save_checkpoint(tmp_path / "again.ckpt")
+    assert torch.load(tmp_path / "again.ckpt", weights_only=True)["state_dict"].keys() == saved.keys()
+
+
+def test_a_merge_into_the_base_is_saved(tmp_path: Path) -> None:
+    module = module_of(pl, lambda: lora(tiny_llama()))
+    module.on_train_batch_end = lambda *_: module.model.model.model.layers[0].self_attn.q_proj.merge()
+    trainer = trainer_of(pl, tmp_path, strategy="unsloth", max_steps=1)
+    trainer.fit(module, batches())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    stored = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
+    (base,) = [name for name in stored if ".lora_" not in name]
+    assert base.endswith("layers.0.self_attn.q_proj.base_layer.weight")
+
+
+@pytest.mark.parametrize("run", ["fit", "validate"])
+def test_another_base_is_refused(run: str, tmp_path: Path) -> None:
+    trainer, _ = fit(packed, tmp_path, 1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+
+    def other() -> Any:
+        return lora(pack_experts(tiny_gpt_oss(seed=1)), EXPERTS)
+
+    def go_on(module: Any) -> None:
+        there = trainer_of(pl, tmp_path, strategy="unsloth", max_steps=2)
+        getattr(there, run)(module, batches(2), ckpt_path=tmp_path / "one.ckpt")
+
+    module = module_of(pl, other)
+    with pytest.raises(ModelError, match=r"other numbers in model\..* and \d+ more.*base"):
+        go_on(module)
+    assert module.losses == []
+    module = module_of(pl, other)
+    module.strict_loading = False
+    go_on(module)
+
+
+def test_a_checkpoint_in_another_precision_goes_on(tmp_path: Path) -> None:
+    """The base has other bits then, though it is the same."""
+    trainer, _ = fit(lambda: lora(tiny_llama()), tmp_path, 1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    there = trainer_of(pl, tmp_path, strategy="unsloth", max_steps=2, precision="bf16-true")
+    module = module_of(pl, lambda: lora(tiny_llama()))
+    there.fit(module, batches(), ckpt_path=tmp_path / "one.ckpt")
+    assert len(module.losses) == 1
+
+
+def test_sums_of_the_base_see_one_bit(tmp_path: Path) -> None:
+    module = torch.nn.ModuleDict({name: torch.nn.Linear(width, 3) for name, width in [("words", 4), ("odd", 3)]})
+    module["bits"] = torch.nn.Linear(4, 3, dtype=torch.bfloat16)
+    names = {name for name, _ in module.named_parameters()}
+    before = sums(module, names)
+    assert before.keys() == names and before["bits.weight"][:2] == ("bfloat16", "cpu")
+    assert sums(module, names) == before and sums(module, {"odd.weight"}) == {"odd.weight": before["odd.weight"]}
+    for name, parameter in module.named_parameters():
+        at = parameter.detach().view(torch.uint8)
+        at[(-1,) * at.ndim] ^= 1
+        assert [n for n, total in sums(module, names).items() if total != before[n]] == [name]
+        at[(-1,) * at.ndim] ^= 1
 
 
 def test_a_checkpoint_alone_evaluates(tmp_path: Path) -> None:

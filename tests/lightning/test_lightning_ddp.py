@@ -11,6 +11,8 @@ import pytest
 import torch
 from fitting import ROOTS, root_of
 
+from unsloth_plugins.lightning.checkpoints import BASE_SUMS
+
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("two_processes.py")
 
@@ -58,6 +60,7 @@ def trained_by_two_and_by_one(root: str, strategy: str, tmp_path: Path, experts:
     assert first.keys() == second.keys() == alone.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     torch.testing.assert_close(first, alone, rtol=0, atol=1e-6)
-    stored = torch.load(tmp_path / "two" / "last.ckpt", weights_only=False)["state_dict"]
-    assert stored.keys() == first.keys()
+    stored, by_one = (torch.load(tmp_path / each / "last.ckpt", weights_only=False) for each in ("two", "one"))
+    assert stored["state_dict"].keys() == first.keys()
+    assert len(stored[BASE_SUMS]) > 4 * 4 and stored[BASE_SUMS] == by_one[BASE_SUMS]  # sharded or not
     return first

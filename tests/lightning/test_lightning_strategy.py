@@ -21,6 +21,7 @@ import unsloth_plugins.lightning
 from unsloth_plugins.core import UnslothConfig, applied_to
 from unsloth_plugins.core.errors import ConfigError, ConflictError, ExportError, ModelError, UnsupportedError
 from unsloth_plugins.core.export import merge
+from unsloth_plugins.lightning.checkpoints import BASE_SUMS, sums
 from unsloth_plugins.lightning.models import apply_to_module, report_of
 
 pl = root_of("lightning.pytorch")
@@ -255,19 +256,24 @@ def classifier_parts() -> dict[str, torch.nn.Module]:
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(config).requires_grad_(False)
     model.score.requires_grad_(True)
+    model.name_or_path = "a/base"  # as from_pretrained leaves it
     return {"model": model}
 
 
-KINDS = [
-    (torch_parts, ["Sequential", "Linear"], {"head.weight", "head.bias"}),
+KINDS = [  # with the weights that checkpoints hold: nothing else does of parts that are made in place
+    (
+        torch_parts,
+        ["Sequential", "Linear"],
+        {"body.0.weight", "body.1.weight", "body.1.bias", "head.weight", "head.bias"},
+    ),
     (classifier_parts, ["LlamaForSequenceClassification"], {"model.score.weight"}),
 ]
 
 
 @pytest.mark.parametrize("strategy", ["unsloth", "unsloth_fsdp", "callback"])
-@pytest.mark.parametrize(("parts", "taken", "trained"), KINDS)
+@pytest.mark.parametrize(("parts", "taken", "held"), KINDS)
 def test_models_without_a_language_head_train_as_in_stock(
-    parts: Any, taken: list[str], trained: set[str], strategy: str, tmp_path: Path
+    parts: Any, taken: list[str], held: set[str], strategy: str, tmp_path: Path
 ) -> None:
     stock, module = plain_module(**parts()), plain_module(**parts())
     trainer_of(pl, tmp_path).fit(stock, batches())
@@ -286,9 +292,11 @@ def test_models_without_a_language_head_train_as_in_stock(
     assert all("left alone" in each.report() for each in applied)
     if not callbacks:
         trainer.save_checkpoint(tmp_path / "last.ckpt")
-        stored = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
-        assert stored.keys() == trained
+        stored = torch.load(tmp_path / "last.ckpt", weights_only=False)
+        assert stored["state_dict"].keys() == held
         again = plain_module(**parts())
+        base = {name for name, _ in again.named_parameters()} - held
+        assert stored.get(BASE_SUMS, {}) == sums(again, base)  # those of the whole where it was sharded
         trainer_of(pl, tmp_path, strategy="unsloth", max_steps=4).fit(
             again, batches(), ckpt_path=tmp_path / "last.ckpt"
         )
