@@ -93,13 +93,7 @@ class UnslothConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
-                raise ConfigError(
-                    expected=f"`{name}` to be one of {', '.join(map(repr, allowed))}",
-                    got=repr(value),
-                    remedy="Leave it out for the default.",
-                )
+            check_choice(name, getattr(self, name), allowed)
         for name, least in (("loss_chunk_mib", 1), ("offload_min_bytes", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -152,3 +146,17 @@ class UnslothConfig:
                     remedy=f"Did you mean `{near[0]}`?" if near else "Remove it.",
                 )
         return dataclasses.replace(config or cls(), **options)
+
+
+def check_choice(name: str, value: object, allowed: Collection[object] = (True, False)) -> None:
+    """Check an option.
+
+    Raises:
+        ConfigError: ``value`` is none of ``allowed``; 1 is not ``True``.
+    """
+    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
+        raise ConfigError(
+            expected=f"`{name}` to be one of {', '.join(map(repr, allowed))}",
+            got=repr(value),
+            remedy="Leave it out for the default.",
+        )

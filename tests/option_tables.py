@@ -16,7 +16,7 @@ from unsloth_plugins.core import config
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- written by `make options` from core/config.py -->", "<!-- end of options -->"
-QUIET = "no report at the start, no summary at the end"
+QUIET = "Of callbacks, strategies and Axolotl alone: no report at the start, no summary at the end."
 
 
 def meanings() -> dict[str, str]:

@@ -58,6 +58,14 @@ def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _number(value: Any) -> float:
+    """Of what a YAML file may hold; Axolotl's own validation says what is wrong with words."""
+    try:
+        return float(value or 0)
+    except (TypeError, ValueError):
+        return 0
+
+
 def check_config(data: Mapping[str, Any], config: UnslothConfig) -> None:
     """Look at a config before Axolotl validates it.
 
@@ -69,7 +77,7 @@ def check_config(data: Mapping[str, Any], config: UnslothConfig) -> None:
             shown = key if isinstance(value, (Mapping, list)) else f"{key}: {_yaml(value)}"
             raise _conflict(expected, shown, f"{key}:", why)
     for key in _SIZES:
-        if (data.get(key) or 1) > 1:
+        if _number(data.get(key)) > 1:
             raise _conflict(_WHOLE, f"{key}: {data[key]}", f"{key}:", "each process has to see whole rows")
     for name in data.get("plugins") or ():
         parts = str(name).split(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from unsloth_plugins.core import UnslothConfig, applied_to, apply, check_optimizers, lacks_adapters
+from unsloth_plugins.core.config import check_choice
 from unsloth_plugins.core.errors import ConfigError, ConflictError
 from unsloth_plugins.core.export import MergeReport, check_dtype, check_model, check_whole, merge_bar, merge_model
 from unsloth_plugins.hf_trainer.conflicts import check_arguments
@@ -60,8 +62,15 @@ class UnslothCallback(TrainerMetrics):
         merged_dtype: str = "bf16",
         **options: Any,
     ) -> None:
+        check_choice("quiet", quiet)
         super().__init__(quiet=quiet)
         check_dtype(merged_dtype)
+        if not (save_merged is None or isinstance(save_merged, str | os.PathLike)):
+            raise ConfigError(
+                expected="`save_merged` to be the path of a new folder, or None",
+                got=repr(save_merged),
+                remedy="Give a path, or leave it out.",
+            )
         self._merged_output = None if save_merged is None else Path(save_merged)
         self._merged_dtype = merged_dtype
         self._trained: dict[str, Any] = {}

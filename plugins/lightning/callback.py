@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from unsloth_plugins.core import Applied, UnslothConfig, check_optimizers, lacks_adapters
+from unsloth_plugins.core.config import check_choice
 from unsloth_plugins.core.errors import ConflictError
 from unsloth_plugins.core.meter import Meter
 from unsloth_plugins.core.planner.live import explain, optimizer_named
@@ -73,6 +74,7 @@ class CallbackMixin(MetricsMixin):
     @with_options_in_signature
     def __init__(self, config: UnslothConfig | None = None, *, quiet: bool = False, **options: Any) -> None:
         super().__init__()
+        check_choice("quiet", quiet)
         self.config, self.quiet = UnslothConfig.from_options(config, beside=("quiet",), **options), quiet
         self.applied = ()
 

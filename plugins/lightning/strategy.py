@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from unsloth_plugins.core import Applied, UnslothConfig, check_optimizers
+from unsloth_plugins.core.config import check_choice
 from unsloth_plugins.core.errors import ConfigError, ConflictError, ModelError, UnsupportedError
 from unsloth_plugins.core.export import MergeReport, check_whole, merge_bar, merge_model
 from unsloth_plugins.core.models import recognise
@@ -45,6 +46,7 @@ class StrategyMixin(_Base):
     _info: Callable[[str], None]
 
     def __init__(self, config: UnslothConfig | None = None, *, quiet: bool = False, **options: Any) -> None:
+        check_choice("quiet", quiet)
         self.config, others = split(config, options, self.ddp_class)
         check_start_method(others)
         if not self.has_wrapper:

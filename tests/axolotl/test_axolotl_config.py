@@ -141,6 +141,7 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"fsdp_config": {"fsdp_version": 2}}, "fsdp_config"),
     ({"deepspeed": "zero2.json"}, "deepspeed"),
     ({"context_parallel_size": 2}, "context_parallel_size"),
+    ({"context_parallel_size": "2"}, "context_parallel_size"),
     ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
 ]
 

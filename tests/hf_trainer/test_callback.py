@@ -456,6 +456,12 @@ def test_misspelt_option_names_the_right_one(wrong: str, right: str) -> None:
         UnslothCallback(**{wrong: 1})
 
 
+@pytest.mark.parametrize("wrong", [{"quiet": "no"}, {"quiet": 1}, {"save_merged": True}])
+def test_options_of_the_callback_of_a_wrong_type_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"`{next(iter(wrong))}` to be .* got .*{next(iter(wrong.values()))}"):
+        UnslothCallback(**wrong)
+
+
 def test_streamed_experts_train_and_resume_like_resident_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied at once on the CPU, which stands for a device; the Trainer moves the model there and saves it."""
     monkeypatch.setattr(streaming, "WeightStream", functools.partial(WeightStream, everywhere=True))

@@ -104,6 +104,12 @@ def test_validate_alone(tmp_path: Path) -> None:
     assert len(callback.applied) == 1
 
 
+@pytest.mark.parametrize("name", ["UnslothCallback", "UnslothStrategy", "UnslothFSDPStrategy"])
+def test_quiet_is_a_switch(name: str) -> None:
+    with pytest.raises(ConfigError, match="`quiet` to be one of True, False; got 'no'"):
+        getattr(classes(pl), name)(quiet="no")
+
+
 def test_refusals(tmp_path: Path) -> None:
     module = module_of(pl, tiny_llama)
     with pytest.raises(ConflictError, match="Remove UnslothCallback"):
