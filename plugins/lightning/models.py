@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from unsloth_plugins.core import Applied, UnslothConfig, apply
+from unsloth_plugins.core import Applied, UnslothConfig, apply, lacks_adapters
 from unsloth_plugins.core.errors import ConflictError, ModelError, UnsupportedError
 
+_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
 
 
@@ -83,6 +84,22 @@ def apply_to_module(module: nn.Module, config: UnslothConfig) -> tuple[Applied, 
     for each in applied:
         each.record_bases(module)
     return applied
+
+
+def check_averaging(callbacks: Sequence[Any], module: nn.Module) -> None:
+    """Refuse Lightning's averages of weights where they would lack adapters on experts: they copied the module already.
+
+    Raises:
+        ConflictError: naming the callback.
+    """
+    for callback in callbacks:
+        names = {each.__name__ for each in type(callback).__mro__}
+        if names & _AVERAGING and any(lacks_adapters(model) for model in causal_lms(module)):
+            raise ConflictError(
+                expected="adapters on experts to exist before weights are averaged",
+                got=f"{type(callback).__name__}, whose copy of the module lacks them",
+                remedy="Call unsloth_plugins.apply(self.model) at the end of the LightningModule's __init__.",
+            )
 
 
 def report_of(applied: tuple[Applied, ...]) -> str:

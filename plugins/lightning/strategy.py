@@ -19,6 +19,7 @@ from unsloth_plugins.lightning.callback import MetricsMixin, expect_memory
 from unsloth_plugins.lightning.checkpoints import BASE_SUMS, ModuleWeights, Sum, reloadable
 from unsloth_plugins.lightning.models import (
     apply_to_module,
+    check_averaging,
     check_precision,
     check_sharded_precision,
     models_of,
@@ -106,6 +107,8 @@ class StrategyMixin(_Base):
         """Apply to the models in their final dtype and place, before DDP wraps them and the optimizers are made."""
         super().model_to_device()
         assert self.lightning_module is not None
+        if self._trainer is not None:
+            check_averaging(self._trainer.callbacks, self.lightning_module)
         self.applied = apply_to_module(self.lightning_module, self.config)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -155,6 +158,8 @@ class StrategyMixin(_Base):
         """Lightning's; sums of the weights that the checkpoint does without go along."""
         if self._left_out:
             checkpoint[BASE_SUMS] = self._left_out
+        if "current_model_state" in checkpoint:  # of Lightning's WeightAveraging, which loads it strictly and by itself
+            checkpoint["current_model_state"] = super().lightning_module_state_dict()
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 import unsloth_plugins
 import unsloth_plugins.lightning
-from unsloth_plugins.core.errors import ModelError
+from unsloth_plugins.core.errors import ConflictError, ModelError
 from unsloth_plugins.core.mxfp4 import pack_experts
 from unsloth_plugins.lightning.checkpoints import sums
 
@@ -203,6 +203,29 @@ def test_a_merge_into_the_base_is_saved(tmp_path: Path) -> None:
     stored = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
     (base,) = [name for name in stored if ".lora_" not in name]
     assert base.endswith("layers.0.self_attn.q_proj.base_layer.weight")
+
+
+def test_averaged_weights(tmp_path: Path) -> None:
+    """Lightning's callback writes a model of its own into the checkpoint and restores the other one itself."""
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="came with Lightning 2.6")
+    half = tmp_path / "half.ckpt"
+
+    def losses(steps: int, prepare: bool = True, **options: Any) -> list[float]:
+        module = module_of(pl, packed)
+        step = module.training_step
+        module.training_step = lambda batch: step(batch_of(2, 24, seed=module.global_step))
+        module.on_train_batch_end = lambda *_: module.global_step != 2 or module.trainer.save_checkpoint(half)
+        if prepare:
+            unsloth_plugins.apply(module.model)
+        callback = averaging.EMAWeightAveraging(decay=0.5)
+        trainer = trainer_of(pl, tmp_path, strategy="unsloth", max_steps=steps, callbacks=[callback])
+        trainer.fit(module, batches(8), **options)
+        return module.losses
+
+    with pytest.raises(ConflictError, match=r"EMAWeightAveraging.*apply\(self.model\)"):
+        losses(1, prepare=False)
+    whole = losses(4)
+    assert losses(4, ckpt_path=half) == whole[2:]
 
 
 @pytest.mark.parametrize("run", ["fit", "validate"])
