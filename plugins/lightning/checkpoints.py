@@ -148,5 +148,5 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(remove_duplicate=False))
 
 
-def _names(prefix: str, module: nn.Module) -> list[str]:
+def _names(prefix: str, module: Any) -> list[str]:
     return [name for name, _ in module.named_parameters(prefix, remove_duplicate=False)]
