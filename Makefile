@@ -33,7 +33,7 @@ test-all: test test-slow test-axolotl
 	test -x .venv-axolotl/bin/python || python3 -m venv .venv-axolotl
 	.venv-axolotl/bin/pip install -q $(TORCH)
 	.venv-axolotl/bin/pip install -q --no-deps $(TRITON)
-	.venv-axolotl/bin/pip install -q $(AXOLOTL) 'lightning>=2.6' matplotlib pytest pytest-timeout 'setuptools>=77'
+	.venv-axolotl/bin/pip install -q $(AXOLOTL) 'gguf>=0.19' 'lightning>=2.6' matplotlib pytest pytest-timeout 'setuptools>=77'
 	.venv-axolotl/bin/pip install -q --no-deps -e .
 	rm -rf *.egg-info
 	touch $@

@@ -5,6 +5,8 @@ and with ``strategy="unsloth"``, stops the latter half-way, resumes it from a ch
 and compares. With arguments it is your run, on whatever device there is:
 
     python examples/lightning_train.py --model openai/gpt-oss-20b --data my.jsonl --ctx 8192 --steps 200
+
+It takes ``pip install 'unsloth-plugins[lightning,export,cli]'``.
 """
 
 from __future__ import annotations

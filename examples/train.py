@@ -7,6 +7,8 @@ run, on whatever device there is:
 
     python examples/train.py --model mistralai/Mistral-7B-v0.3 --data my.jsonl --ctx 8192 --steps 200
     python examples/train.py --model openai/gpt-oss-20b --data my.jsonl --ctx 8192 --steps 200
+
+It takes ``pip install 'unsloth-plugins[export,cli]'``.
 """
 
 from __future__ import annotations
