@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from conftest import TINY, batch_of, loss_and_grads, tiny_gpt_oss, tiny_llama, twin
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from unsloth_plugins.core import UnslothConfig, applied_to, apply
 from unsloth_plugins.core.errors import ConfigError, ModelError, UnsupportedError
@@ -576,6 +577,23 @@ class TestErrors:
         with pytest.raises(UnsupportedError, match="triton.*cpu"):
             apply(model, attention="triton")
         assert _state(model) == state
+
+    @pytest.mark.skipif(not hasattr(PreTrainedModel, "reset_kernels"), reason="this transformers can't switch them off")
+    def test_kernels_from_the_hub_that_nothing_of_ours_replaces_stay(self) -> None:
+        config = MambaConfig(hidden_size=16, state_size=4, num_hidden_layers=2, vocab_size=32)
+        model = MambaForCausalLM(config).train()
+        model.use_kernels = True
+        calls = []
+        layer = next(each for each in model.modules() if vars(each).get("_kernel_funcs"))
+        name, function = next(iter(layer._kernel_funcs.items()))  # on a CPU all of them fall back: this one stands in
+        plain = function.forward
+        function.forward = MethodType(lambda self, *args, **kw: (calls.append(name), plain(*args, **kw))[1], function)
+        applied = apply(model)
+        assert "; 1 of what apply does not replace stay" in applied.report()
+        model.eval().train()(input_ids=torch.tensor([[1, 2, 3]]))
+        assert calls and not model.use_kernels
+        applied.undo()
+        assert model.use_kernels
 
     def test_attention_dropout(self) -> None:
         model = tiny_gpt_oss(attention_dropout=0.1)
