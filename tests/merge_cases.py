@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from conftest import batch_of, tiny_gpt_oss, tiny_llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel, PreTrainedTokenizerFast
 
 import unsloth_plugins
 from unsloth_plugins.core.mxfp4 import load_mxfp4, pack_experts
@@ -107,8 +108,11 @@ def routing_gaps(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def reload(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """As stock transformers loads it; nothing may be missing or left over."""
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    """As stock transformers loads it, MXFP4 decoded; nothing may be missing or left over."""
+    quantized = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+    packed = quantized.get("quant_method") == "mxfp4"
+    options = {"quantization_config": Mxfp4Config(dequantize=True)} if packed else {}  # else kernels from the Hub
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
     return model.eval()
 

@@ -112,11 +112,13 @@ def splitter_name(backend: dict[str, Any]) -> str:
     steps = backend.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps]) if steps else []
     kinds = [step["type"] for step in steps]
-    normalizer = (backend.get("normalizer") or {}).get("type")
-    if backend["model"]["type"] != "BPE" or "ByteLevel" not in kinds or normalizer not in (None, "NFC"):
+    rule = backend.get("normalizer") or {}
+    rules = rule.get("normalizers", [rule] if rule else [])  # a sequence, which may be empty
+    normalizers = [each["type"] for each in rules]
+    if backend["model"]["type"] != "BPE" or "ByteLevel" not in kinds or normalizers not in ([], ["NFC"]):
         raise UnsupportedError(
             expected="a tokenizer of byte-level BPE, or of SentencePiece's BPE",
-            got=f"{backend['model']['type']} after {kinds or 'no splitting'}, normalised by {normalizer}",
+            got=f"{backend['model']['type']} after {kinds or 'no splitting'}, normalised by {normalizers or None}",
             remedy="Merge to safetensors, and convert that with llama.cpp's own converter.",
         )
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):

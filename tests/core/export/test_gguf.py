@@ -17,7 +17,7 @@ from conftest import tiny_gpt_oss
 from merge_cases import randomise, save_llama, save_packed, small_tokenizer, tensors, train_llama, train_packed
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from unsloth_plugins.core.errors import ConfigError, ExportError, UnsupportedError
@@ -393,3 +393,17 @@ def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
     tokenizer.save_pretrained(base)
     with pytest.raises(UnsupportedError, match="splits text like"):
         export_gguf(base, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("steps", "taken"), [([], True), ([normalizers.NFC()], True), ([normalizers.NFC(), normalizers.Lowercase()], False)]
+)
+def test_a_sequence_of_normalizers_is_what_is_in_it(steps: list[Any], taken: bool, tmp_path: Path) -> None:
+    base, tokenizer = _llama(tmp_path), small_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.save_pretrained(base)
+    if taken:
+        assert export_gguf(base, tmp_path / "m.gguf").files
+    else:
+        with pytest.raises(UnsupportedError, match=r"normalised by \['NFC', 'Lowercase'\]"):
+            export_gguf(base, tmp_path / "m.gguf")
