@@ -87,7 +87,8 @@ class ModuleWeights:
     def restored(self, module: nn.Module, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Remember what was restored, and with ``strict`` what base it wants."""
         self._stored.update(checkpoint["state_dict"].keys() & {name for name, _ in named_parameters(module)})
-        self._expected = checkpoint.get(BASE_SUMS, {}) if strict else {}
+        here = checkpoint.get(BASE_SUMS, {}) if strict else {}
+        self._expected = {name: total for name, total in here.items() if name not in checkpoint["state_dict"]}
 
     def _note_trained(self, module: nn.Module) -> None:
         self._stored.update(name for name, parameter in named_parameters(module) if parameter.requires_grad)
@@ -128,6 +129,7 @@ def sums(module: nn.Module, names: set[str]) -> dict[str, Sum]:
         if isinstance(data, DTensor):
             sharded.append(name)
             data = data.to_local()
+        data = data.contiguous() if data.storage_offset() * data.element_size() % 8 == 0 else data.clone()
         rows_of_words = data.ndim > 1 and data.shape[-1] * data.element_size() % 8 == 0
         words = torch.int64 if rows_of_words else _WORDS.get(data.element_size(), torch.int64)
         kinds[name] = (str(data.dtype).removeprefix("torch."), data.device.type)
